@@ -1,9 +1,9 @@
-"""By how much the slowest process of a pass takes longer than the mean one, of eight, for three mixes of buckets.
+"""How much longer the slowest of eight processes takes for a pass than the mean process, for three mixes of buckets.
 
     python benchmarks/balance.py > benchmarks/balance.md
 
-Work is torch's count of FLOPs in the model's own forward pass, on the meta device. Micro-batches are those of the
-loader's order: 4 samples a process, two passes a step, five steps. Captions have 105 tokens on average.
+Work is torch's count of FLOPs in the model's forward pass, on the meta device. Micro-batches follow the loader's
+order: 4 samples a process, two passes a step, five steps. Captions have 105 tokens on average.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Size = tuple[int | None, int, int]
 
 @dataclass(frozen=True)
 class Mix:
-    """`buckets`: how often each comes."""
+    """`buckets`: how often each occurs."""
 
     title: str
     buckets: dict[Size, float]
@@ -45,7 +45,7 @@ class Mix:
 
 
 def aspects(bins: Mapping[str, Sequence[float]]) -> dict[Size, float]:
-    """PixArt's buckets, and photos around 2:3 and 3:2."""
+    """PixArt's buckets, for photos around 2:3 and 3:2."""
     of: dict[str, Size] = {ratio: (None, int(h), int(w)) for ratio, (h, w) in bins.items()}
     shares = {each: np.exp(-((abs(np.log(float(ratio))) - np.log(1.5)) ** 2) / 0.1) for ratio, each in of.items()}
     return {each: float(share) for each, share in shares.items()}
@@ -64,7 +64,7 @@ MIXES = [
 
 
 class _Lengths(TorchFunctionMode):
-    """The lengths of texts where a model reads them, which the meta device does not hold."""
+    """Give models the lengths of texts, which the meta device does not hold."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _Lengths(TorchFunctionMode):
 
 
 class Samples:
-    """The samples of a mix: how many of each bucket are in each part, and the lengths of their captions."""
+    """A mix's samples: how many of each bucket are in each part, and the lengths of their captions."""
 
     def __init__(self, mix: Mix, title: str) -> None:
         self._entry = catalog.model(title)
@@ -99,11 +99,11 @@ class Samples:
         self._work = functools.cache(self._count)
 
     def order(self, size: int) -> Order:
-        """That of training, by global batches of so many samples."""
+        """The order of training, in global batches of this many samples."""
         return Order(self.counts, self._shapes, size, seed=0)
 
     def lengths(self, bucket: int, parts: Ints, rows: Ints) -> Ints:
-        """Of the captions of these samples."""
+        """Lengths of these samples' captions."""
         found: Ints = self._lengths[bucket][self._starts[parts, bucket] + rows]
         return found
 
@@ -128,14 +128,14 @@ class Samples:
 
 
 def own_buckets(samples: Samples) -> float:
-    """Each process takes the next micro-batch, of whatever bucket."""
+    """Each process takes the next micro-batch of any bucket."""
     order = samples.order(MICRO)
     batches = (order.batch(number) for number in range(STEPS * PASSES * RANKS))
     return excess([samples.work(each.bucket, samples.lengths(each.bucket, each.parts, each.rows)) for each in batches])
 
 
 def one_bucket(samples: Samples, *, by_text: bool) -> float:
-    """As bigdit deals a global batch of one bucket; also `by_text`."""
+    """Deal a global batch of one bucket as bigdit does. `by_text` also sorts by the lengths of captions."""
     works, size = [], MICRO * PASSES * RANKS
     order = samples.order(size)
     for step in range(STEPS):
@@ -147,7 +147,7 @@ def one_bucket(samples: Samples, *, by_text: bool) -> float:
 
 
 def excess(works: Sequence[int]) -> float:
-    """Processes wait for each other in each pass."""
+    """The slowest process over the mean, where processes wait for each other in each pass."""
     of = np.array(works, float).reshape(-1, RANKS)
     return float(of.max(1).sum() / of.mean(1).sum() - 1)
 

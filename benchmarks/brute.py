@@ -1,6 +1,6 @@
 """Plans beside every strategy of their space, run one by one: writes benchmarks/brute.md.
 
-python benchmarks/brute.py [--quick] [PART OF A QUESTION]
+    python benchmarks/brute.py [--quick] [PART OF A QUESTION]
 
 For small requests each engine, optimizer and precision of the planner's space runs with none to all blocks recomputed,
 in quarters, and with selective checkpointing. Micro-batches double up to the largest that fits. Then the plan is
@@ -57,15 +57,15 @@ REQUESTS: tuple[dict[str, Any], ...] = (
 )
 
 EMPTY = 0.1
-"""Of a GPU's memory: a plan that takes less leaves it empty."""
+"""Share of a GPU's memory: a plan that needs less leaves the GPU empty."""
 
 MICRO_BATCHES_RUN = 2
-"""Micro-batches of an accumulated step that run. From the second one on all take the same memory."""
+"""Accumulated micro-batches that run. All after the first take the same memory."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A strategy that ran: what torch reserved, what a machine's processes take of its memory, and images a second."""
+    """A strategy that ran: bytes that torch reserved, bytes of a machine's memory, and images a second."""
 
     strategy: Strategy
     title: str
@@ -75,27 +75,27 @@ class Ran:
     fits: bool
 
     def beats(self, other: Ran) -> bool:
-        """Whether it is faster at both ends of the interval, and takes less, by more than is known of a real GPU."""
+        """Whether it is faster at both ends of the interval, and needs less by more than the margin of a real GPU."""
         faster = self.rate.low > other.rate.low and self.rate.high > other.rate.high
         return faster and self.reserved_bytes < other.reserved_bytes * (1 - SAME_ROOM)
 
     def is_better(self, other: Ran) -> bool:
-        """Whether the planner should have taken it for the `other`. Where that recomputes nothing, selective
-        checkpointing has to be faster by what speeds can tell apart: no real GPU has shown smaller gains of it."""
+        """Whether the planner should have chosen it instead of `other`. If that one recomputes nothing, selective
+        checkpointing must be faster by more than the speeds' uncertainty: no real GPU has shown smaller gains."""
         selective = self.strategy.checkpointing == "selective" and self.strategy.checkpointed_blocks != 0
         if selective and other.strategy.checkpointed_blocks == 0:
             return self.much_faster(other) and self.beats(other)
         return self.beats(other)
 
     def much_faster(self, other: Ran) -> bool:
-        """Whether speeds tell it from the other one."""
+        """Whether it is faster by more than the speeds' uncertainty."""
         return min(self.rate.low / other.rate.low, self.rate.high / other.rate.high) > 1 + SAME_SPEED
 
 
 @dataclass(frozen=True)
 class Way:
     """A proposal with a number of recomputed blocks, before its micro-batch is chosen. `group`: lossy or not, and how
-    much of a last resort: the planner takes the first group in which anything fits."""
+    much of a last resort. The planner takes the first group in which anything fits."""
 
     strategy: Strategy
     title: str
@@ -110,7 +110,7 @@ class Space:
         self.failed: dict[str, None] = {}
 
     def ways(self) -> list[Way]:
-        """Engines, optimizers and precisions, each with the policies that its Strategy allows."""
+        """Engines, optimizers and precisions, with each policy that Strategy allows."""
         proposed, _ = proposals(self.request)
         return [
             Way(strategy, f"{each.title}, {_policy(strategy)}", (not each.lossless, each.last_resort))
@@ -119,12 +119,12 @@ class Space:
         ]
 
     def run(self, ways: Sequence[Way]) -> list[Ran]:
-        """Every way at micro-batches that double, up to the largest that fits."""
+        """Run every way at micro-batches that double, up to the largest that fits."""
         with ThreadPoolExecutor(self.cards.count) as threads:
             return [ran for found in threads.map(self._sizes, ways) for ran in found]
 
     def one(self, way: Way, size: int) -> Ran | None:
-        """The way at one micro-batch size; None, with a line in `failed`, where it could not run."""
+        """Run the way at one micro-batch size. Returns None, and adds a line to `failed`, if it cannot run."""
         strategy, accumulated = self._sized(way.strategy, size)
         asked = self._step_request(strategy)
         (attempt,) = self.cards.attempts([(asked, UNLIMITED)], counted=lambda _: "step")
@@ -145,8 +145,8 @@ class Space:
         )
 
     def _policies(self, strategy: Strategy) -> Iterator[Strategy]:
-        """None to all blocks recomputed, in quarters; and all by selective checkpointing. Swapped blocks are recomputed
-        too, and come in quarters."""
+        """None to all blocks recomputed, in quarters; and selective checkpointing of all. Swapped blocks, which are
+        also recomputed, come in quarters, too."""
         count, pinned = self.request.model.block_count, self.request.constraints.checkpointed_blocks
         if strategy.blocks_to_swap:
             swapped = sorted({max(strategy.blocks_to_swap * quarter // 4, 1) for quarter in range(1, 5)})
@@ -188,7 +188,7 @@ class Space:
         return request_for(request.model, request.gpu, strategy, resolution=request.resolution, frames=request.frames)
 
     def _sized(self, strategy: Strategy, size: int) -> tuple[Strategy, int]:
-        """The strategy as it runs, and how many micro-batches its step has."""
+        """The strategy as it runs, and the micro-batches of its step."""
         share = self._share(strategy)
         accumulated = share // size if share else 1
         update = {"micro_batch_size": size, "grad_accum_steps": min(accumulated, MICRO_BATCHES_RUN)}
@@ -204,7 +204,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Proof:
-    """A request, all that ran, and the plan. `chosen`: the plan's strategy, run as all others are."""
+    """A request, all that ran, and the plan. `chosen`: the plan's strategy, run like the others."""
 
     asked: str
     ran: Sequence[Ran]
@@ -215,14 +215,14 @@ class Proof:
 
     @property
     def rivals(self) -> list[Ran]:
-        """What fits of the first group in which anything does."""
+        """What fits in the first group in which anything does."""
         fitting = [each for each in self.ran if each.fits]
         first = min((each.group for each in fitting), default=None)
         return [each for each in fitting if each.group == first]
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with the plan, in lines."""
+        """What is wrong with the plan, a line each."""
         if not self.rivals:
             return ["it fits, and nothing that ran does"] if self.plan.verdict == "FITS" else []
         if self.plan.verdict != "FITS":
@@ -245,7 +245,8 @@ class Proof:
 
 
 def prove(asked: dict[str, Any], *, quick: bool) -> Proof:
-    """Run all strategies of a request, and make its plan; `quick`: those of the first group in which anything fits."""
+    """Run all strategies of a request, and make its plan. With `quick` only the first group in which anything fits
+    runs."""
     began = time.perf_counter()
     request = resolve_request(**asked, buckets="none")
     with EmulatedGpus(request.gpu) as cards:
@@ -275,7 +276,7 @@ QUICK = "By `--quick`: strategies of the first class in which anything fits, alo
 
 
 def page(proofs: Sequence[Proof], *, quick: bool) -> str:
-    """The page of what is proved so far."""
+    """The page of all proofs so far."""
     heads = ["request", "ran", "fit", "plan", "reserved", "images/s of a GPU", "fastest of its class", "s"]
     rows = [heads, ["---"] * len(heads), *(_cells(each) for each in proofs)]
     lines = [HEAD, *([QUICK] if quick else []), ""]
@@ -321,7 +322,7 @@ def _policy(strategy: Strategy) -> str:
 
 
 def _group(strategy: Strategy, ways: Sequence[Way]) -> tuple[bool, int]:
-    """The group of a plan's strategy: that of the proposal which differs in sizes alone."""
+    """The group of the plan's strategy: that of the proposal that differs in sizes alone."""
 
     def like(other: Strategy) -> bool:
         same = {"checkpointing": strategy.checkpointing, "blocks_to_swap": strategy.blocks_to_swap}
@@ -343,7 +344,7 @@ def _doubled() -> Iterator[int]:
 
 
 def main(wanted: str, *, quick: bool) -> int:
-    """A line a request; 1 where a plan is wrong."""
+    """Print a line a request. Returns 1 if a plan is wrong."""
     proofs: list[Proof] = []
     for asked in REQUESTS:
         if wanted in " ".join(map(str, asked.values())):

@@ -30,7 +30,7 @@ MODELS = {
     "flux.1-dev": "lora.rank=16",
     "wan2.1-t2v-1.3b": "checkpointed_blocks=all",
 }
-"""Strategies of one GPU, an A40."""
+"""Strategies for one A40."""
 
 
 def block() -> Any:
@@ -56,7 +56,7 @@ def block() -> Any:
 
 
 def train(mode: str) -> dict[str, Any]:
-    """Train the blocks in this process; returns the peak of the last step."""
+    """Train the blocks in this process. Returns the last step's peak in bytes."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -86,7 +86,7 @@ def train(mode: str) -> dict[str, Any]:
 
 
 def emulated(gpu: str, mode: str, python: str) -> dict[str, Any]:
-    """Train on an emulated GPU: the peak, and launched kernels with calls of cuBLAS in the last step."""
+    """Train on an emulated GPU. Returns the peak, and the last step's kernels with calls of cuBLAS."""
     bigdit = str(Path(sys.executable).with_name("bigdit"))
     command = [bigdit, "emulate", "--gpu", gpu, "--json", "--", python, __file__, mode]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -99,7 +99,7 @@ def emulated(gpu: str, mode: str, python: str) -> dict[str, Any]:
 
 
 def whole_models() -> list[str]:
-    """Rows of the peak and kernels of a step of each model, as written and compiled."""
+    """Rows with the peak and the kernels of each model's step, as written and compiled."""
     from bigdit import catalog
     from bigdit.config.load import parse_strategy
     from bigdit.profile.attempt import Attempt, request_for

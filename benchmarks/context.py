@@ -29,7 +29,7 @@ SIZE: dict[str, int | tuple[int, int]] = {
     "cogvideox-5b": (480, 704),
     "hunyuanvideo-1.5-480p": (480, 832),
 }
-"""Where no degree, or not 4, divides the tokens of the model's own size."""
+"""Models for which no degree, or not 4, divides the tokens of their own size."""
 MODELS = {
     "flux": "flux.1-dev",
     "flux2": "flux.2-klein-4b",
@@ -44,11 +44,11 @@ MODELS = {
     "hunyuan-1.5": "hunyuanvideo-1.5-480p",
     "sana": "sana-1600m-4096",
 }
-"""By the names of tests/engines/context.py."""
+"""By the names in tests/engines/context.py."""
 
 
 WAYS = {"2": (2, 1), "2 ring": (2, 2), "4": (4, 1), "4 rings": (4, 2), "4 ring": (4, 4)}
-"""cp and cp_ring, by what context.py calls them."""
+"""cp and cp_ring, by context.py's names."""
 
 
 def main() -> None:

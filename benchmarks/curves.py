@@ -1,4 +1,4 @@
-"""A small image of the gallery: a model's memory against its micro-batch, to where each GPU ends."""
+"""A small image for the gallery: a model's memory against its micro-batch, up to each GPU's limit."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ LOOKS = (
     (COLOURS["workspace"], "x"),
     (COLOURS["gradient"], "s"),
 )
-"""Colours and markers of GPUs in turn: told apart without colour too."""
+"""Colours and markers of GPUs, which differ without colour, too."""
 APART_GIB = 2.0
-"""Lines of GPUs that are nearer than this are named together."""
+"""Lines of GPUs that are nearer than this share a label."""
 
 
 class Point(Strict):
-    """What the process takes at most at this size."""
+    """The most that the process takes at this size."""
 
     micro_batch: PositiveInt
     process_bytes: PositiveInt
 
 
 def draw(path: Path, model: str, ways: Mapping[str, Mapping[str, Sequence[Point]]], usable: Mapping[str, int]) -> None:
-    """GiB of the process against the micro-batch size, a panel a way, below the GPUs' lines of `usable` bytes. Each
-    way has the points of all GPUs by their names, which may be none; the fewest samples, of the first, lie on top.
+    """Draw GiB of the process against the micro-batch size, a panel for each way, with a line for each GPU's `usable`
+    bytes.
 
-    Raises UserError where it cannot be written.
+    Each way has the points of all GPUs by name, possibly none. The fewest samples, of the first GPU, are drawn on
+    top. Raises UserError if the file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -65,14 +66,14 @@ def draw(path: Path, model: str, ways: Mapping[str, Mapping[str, Sequence[Point]
     figure.legend([lines[card] for card in own], own, loc="outside lower center", ncols=6, frameon=False, fontsize=7)
     drawn = BytesIO()
     figure.savefig(drawn, format="png")
-    # In few colours: half of the bytes. By an octree: the median cut gives a curve of few pixels another's colour.
+    # Few colours halve the file. An octree chooses them: the median cut gives a thin curve another's colour.
     few = Image.open(drawn).convert("RGB").quantize(64, method=Image.Quantize.FASTOCTREE)
     with replacing(path) as temporary:
         few.save(temporary, format="png", optimize=True)
 
 
 def _near(usable: Mapping[str, int]) -> list[tuple[float, str]]:
-    """Where lines of GPUs lie, and their names; those of nearly as many bytes are one below the other."""
+    """Positions and labels of GPUs' lines. Lines with nearly as many bytes share a label."""
     named: list[tuple[float, str]] = []
     for name, size in sorted(usable.items(), key=lambda each: each[1]):
         if named and size / GIB - named[-1][0] < APART_GIB:

@@ -1,4 +1,4 @@
-"""What benchmarks read of attempts on emulated GPUs: seconds of a step, and what torch may reserve."""
+"""Read attempts on emulated GPUs: a step's seconds, and the bytes outside torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ def step_of(
     *,
     grad_accum_steps: int | None = None,
 ) -> StepTime:
-    """Seconds of a step, by counted work and launches of an attempt of `strategy`, whatever it accumulates.
-
-    Raises ValueError where the attempt was not counted.
-    """
+    """Seconds of a step, from the counted work and launches of an attempt. Raises ValueError for an attempt without
+    counts."""
     launches = launches_of(attempt.launched, strategy.grad_accum_steps)
     accumulated = strategy.model_copy(update={"grad_accum_steps": grad_accum_steps or strategy.grad_accum_steps})
     cluster = cluster or Cluster(gpus=strategy.world_size)
@@ -30,5 +28,5 @@ def step_of(
 
 
 def non_torch(strategy: Strategy, gpu: Gpu) -> ByteRange:
-    """Bytes that a training process takes of the GPU beside torch."""
+    """Bytes of the GPU that a training process takes outside torch."""
     return non_torch_memory_of(strategy, gpu.compute_capability, gpu.multiprocessors)

@@ -1,10 +1,11 @@
-"""Whatever a person writes is answered: configs, overrides and options drawn at random, by the commands' own functions.
+"""Check that bigdit answers whatever a person writes: random configs, overrides and options, by the commands' own
+functions.
 
     python benchmarks/fuzz.py [--examples 10000] [--seed 0]
 
-Each ends with 0, 1 or 2, within the time limit, and without a traceback; with 1, it says why. `plan`, `profile` and
-`bench` end as soon as their request is sound: an answer takes seconds, and reads nothing that was drawn. Nothing is
-trained, and no worker starts.
+Each input must end with 0, 1 or 2, within the time limit and without a traceback. With 1 it must say why. `plan`,
+`profile` and `bench` end once their request is known to be sound, since an answer takes seconds and reads nothing
+random. Nothing trains, and no worker starts.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from bigdit.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 60.0
-"""Of one input, on a machine that does other work beside."""
+"""For one input, on a machine that also does other work."""
 MEMORY = 24 * 2**30
-"""Addresses of this process, so that what is too large fails as it does elsewhere, and not by the kernel's hand."""
+"""Address space of this process, so that an input that is too large fails by an error, and not by the kernel's
+killer."""
 SOUND = "this request is sound"
 
 RECIPE = yaml.safe_load((ROOT / "launch/recipes/digits.yaml").read_text())
@@ -76,7 +78,7 @@ JUNK = SCALARS | st.recursive(
     max_leaves=6,
 )
 OTHERS = ("nothing", "a folder", "a link to itself")
-"""What lies where a file is to be."""
+"""What may lie where a file should be."""
 
 
 @dataclass
@@ -88,7 +90,7 @@ class Written:
 
 
 def places(document: Any, key: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where anything stands in a document, sections too."""
+    """All places in a document, sections too."""
     yield key
     inner = (
         document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
@@ -99,7 +101,7 @@ def places(document: Any, key: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 @st.composite
 def changed(draw: st.DrawFn, sound: Any) -> Any:
-    """The document with a few values replaced, keys misspelt, or left out."""
+    """The document with a few values changed, keys misspelt, or left out."""
     document = copy.deepcopy(sound)
     for _ in range(draw(st.integers(0, 3))):
         *parents, last = draw(st.sampled_from([key for key in places(document) if key] or [(None,)]))
@@ -121,12 +123,12 @@ def changed(draw: st.DrawFn, sound: Any) -> Any:
 
 @st.composite
 def texts(draw: st.DrawFn, sound: Any, write: Any) -> str:
-    """A changed document as a text, now and then damaged, or something else in its place."""
+    """A changed document as text, sometimes damaged, or something else in its place."""
     text: str = write(draw(changed(sound)))
     if draw(st.integers(0, 9)):
         return text
     at = draw(st.integers(0, len(text)))
-    flipped = chr(ord(text[at]) ^ 1 << draw(st.integers(0, 6))) if at < len(text) else "\udcff"  # no UTF-8
+    flipped = chr(ord(text[at]) ^ 1 << draw(st.integers(0, 6))) if at < len(text) else "\udcff"  # not UTF-8
     rests = (draw(TEXTS) + text[at:], flipped + text[at + 1 :], "\0" * len(text[at : at + 512]) + text[at + 512 :])
     damaged = [text[:at] + rest for rest in ("", *rests)]
     return draw(st.sampled_from([*damaged, text + text, draw(TEXTS), *OTHERS]))
@@ -145,7 +147,7 @@ OVERRIDES = st.builds("{}={}".format, st.sampled_from(KEYS + MORE_KEYS), JUNK.ma
 
 
 def options(*known: str) -> st.SearchStrategy[list[str]]:
-    """A few of the options, each with something behind it."""
+    """A few options with a value for each."""
     values = TEXTS | INTEGERS.map(str) | FLOATS.map(str)
     pairs = st.tuples(st.sampled_from(known), values)
     return st.lists(pairs, max_size=4).map(lambda some: [part for pair in some for part in pair])
@@ -230,7 +232,7 @@ class Hung(BaseException):
 
 @contextlib.contextmanager
 def unanswered() -> Iterator[None]:
-    """Within, what would take seconds to answer a sound request says that it is one."""
+    """Replace the work of a sound request, which takes seconds, by a note that the request is sound."""
     sound = UserError(SOUND)
     with (
         patch("bigdit.search.answer.make_plan", side_effect=sound),
@@ -253,7 +255,8 @@ def put(path: Path, text: str) -> None:
 
 
 def check(written: Written, limit: float = LIMIT_S) -> int:
-    """Have it answered; the exit status. Raises AssertionError where the answer is none, or takes `limit` seconds."""
+    """Run one input. Returns the exit status. Raises AssertionError for a bad answer, or one that takes `limit`
+    seconds."""
 
     def hang(*_: object) -> None:
         raise Hung
@@ -282,10 +285,10 @@ def check(written: Written, limit: float = LIMIT_S) -> int:
 
 
 def fuzz(examples: int, seed: int | None = None) -> Counter[int]:
-    """Check so many inputs; how many ended with which status. Without a seed they are the same each time."""
+    """Check this many inputs. Returns how many ended with each status. Without a seed they are the same each time."""
     found: Counter[int] = Counter()
     sound = Written(["train", "--config", "run.yaml", "--dry-run"], {"run.yaml": yaml.safe_dump(RECIPE)})
-    assert check(sound, limit=600) == 0  # and torch is imported
+    assert check(sound, limit=600) == 0  # imports torch first
 
     @settings(
         max_examples=examples,
@@ -304,7 +307,7 @@ def fuzz(examples: int, seed: int | None = None) -> Counter[int]:
 
 
 def run() -> int:
-    """Fuzz, and say how it went."""
+    """Fuzz, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

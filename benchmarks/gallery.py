@@ -35,7 +35,7 @@ MODELS = (
 )
 GPUS = (("rtx-3060-12g", 1), ("rtx-4090", 1), ("a40", 1), ("a100-80g-sxm", 1), ("h100-sxm", 1), ("a40", 8))
 WAYS = {"full": "checkpointed_blocks=all", "LoRA": "checkpointed_blocks=all,lora.rank=16"}
-"""AdamW, bf16 with fp32 masters where weights are trained, features cached, expandable segments."""
+"""AdamW, bf16 with fp32 masters for trained weights, cached features, expandable segments."""
 
 MARK = "<!-- tables -->"
 
@@ -45,7 +45,7 @@ AGAIN = (
     ("full", "sana-600m-1024", "a40", 8),
     ("LoRA", "flux.1-dev", "a40", 8),
 )
-"""A cell of each kind. The page shows their commands."""
+"""A cell of each kind, whose commands the page shows."""
 
 CURVES = """The most that nvidia-smi shows of the process, from one sample to the largest micro-batch of each GPU. The
 cells above ran at 1, at half of the largest and at the largest. Curves of single GPUs lie on one another where these
@@ -53,8 +53,8 @@ choose the same kernels. Curves of 8 × a40 are of one of the eight, with FSDP2.
 
 
 class Cell(Strict):
-    """The `largest` micro-batch that fits, where one more does not. 0: none fits; None: not known, and `why`. `points`:
-    what it takes from 1 to the largest."""
+    """The `largest` micro-batch that fits, where one more does not. 0: none fits. None: not known, and `why`.
+    `points`: memory from 1 to the largest."""
 
     model: str
     gpu: str
@@ -67,12 +67,12 @@ class Cell(Strict):
 
     @classmethod
     def of(cls, model: str, gpu: str, gpus: int, way: str) -> Cell:
-        """Without an answer."""
+        """A cell without an answer."""
         return cls(model=model, gpu=gpu, gpus=gpus, way=way, strategy=strategy(way, gpus), largest=None, why=None)
 
     @property
     def asked(self) -> tuple[str, str, int, str]:
-        """What identifies it."""
+        """What identifies the cell."""
         return self.model, self.gpu, self.gpus, self.way
 
     @property
@@ -81,7 +81,7 @@ class Cell(Strict):
 
     @property
     def whole(self) -> bool:
-        """Whether its curve is there, or there is none."""
+        """Whether its curve is complete, or it has none."""
         return self.searched and bool(self.points or not self.largest)
 
 
@@ -91,12 +91,12 @@ def named(gpu: str, gpus: int) -> str:
 
 
 def strategy(way: str, gpus: int) -> str:
-    """As `bigdit bench memory --strategy` takes it."""
+    """The strategy as `bigdit bench memory --strategy` takes it."""
     return f"{'single' if gpus == 1 else f'fsdp2,world_size={gpus}'},{WAYS[way]}"
 
 
 def cells(kept: Sequence[Cell]) -> Iterator[Cell]:
-    """All cells, by GPU: those of one kind share a process. What `kept` has does not run again."""
+    """All cells, by GPU: those of one kind share a process. Cells in `kept` do not run again."""
     known = {cell.asked: cell for cell in kept}
     for name, gpus in GPUS:
         asked = [Cell.of(model, name, gpus, way) for model in MODELS for way in WAYS]
@@ -105,7 +105,7 @@ def cells(kept: Sequence[Cell]) -> Iterator[Cell]:
 
 
 def ran(asked: Sequence[Cell], card: catalog.Gpu, gpus: int) -> Iterator[Cell]:
-    """The cells of a GPU, with all that was not known. The search for the next cell begins at the last one's size."""
+    """Run a GPU's cells, with all that was not known. The search for each begins at the last one's size."""
     non_torch_bytes = non_torch(parse_strategy([strategy("full", gpus)]), card).high_bytes
     guess = dict.fromkeys(MODELS, 1)
     with EmulatedGpus(card) as cards:
@@ -125,7 +125,7 @@ def searched(cards: EmulatedGpus, cell: Cell, guess: int, non_torch_bytes: int) 
 
 
 def curved(cards: EmulatedGpus, cell: Cell, non_torch_bytes: int) -> Cell:
-    """The cell with what it takes at 1, at half of the largest and at the largest."""
+    """The cell with its memory at 1, at half of the largest, and at the largest."""
     assert cell.largest is not None
     card = catalog.resolve_gpu(cell.gpu)
     request, capacity = sized(cell.model, card, cell.strategy), card.usable_bytes - non_torch_bytes
@@ -143,13 +143,13 @@ def curved(cards: EmulatedGpus, cell: Cell, non_torch_bytes: int) -> Cell:
 
 
 def sized(model: str, card: catalog.Gpu, text: str) -> Callable[[int], StepRequest]:
-    """The request of a model's strategy by its micro-batch size."""
+    """The requests of a model's strategy by micro-batch size."""
     found, asked = catalog.find_model(model), parse_strategy([text])
     return lambda size: request_for(found, card, asked.with_micro_batch_size(size))
 
 
 def page(found: list[Cell]) -> str:
-    """A command a kind of cell, a table a way, a row a model; and the images."""
+    """A command for each kind of cell, a table for each way, a row for each model; and the images."""
     known = {cell.asked: cell for cell in found}
     lines = ["## Any cell again", "", "The largest size fits, and one more does not. A command of each kind:", ""]
     lines += [again(known[model, gpu, gpus, way]) for way, model, gpu, gpus in AGAIN]
@@ -183,7 +183,7 @@ def _shown(cell: Cell | None) -> str:
 
 
 def draw_all(found: Sequence[Cell]) -> None:
-    """An image per model: a curve for each way on each GPU where it fits at all."""
+    """An image for each model, with a curve for each way on each GPU where it fits."""
     IMAGES.mkdir(exist_ok=True)
     usable = {name: catalog.resolve_gpu(name).usable_bytes for name, _ in GPUS}
     known = {each.asked: each for each in found}

@@ -41,7 +41,7 @@ STEPS = 5
 """Timed steps, beside two that are traced and one that is profiled."""
 
 MOST_SECONDS = 150.0
-"""For one point; DeepSpeed compiles an operator in its first one."""
+"""For one point. DeepSpeed compiles an operator in its first one."""
 
 
 def main(arguments: list[str]) -> int:
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _check_first(unpredicted: set[str]) -> None:
-    """Raise UserError where these points are measured: a prediction of them would come too late."""
+    """Raise UserError if these points are measured already: a prediction would come too late."""
     if late := unpredicted & {each.name for each in measured()}:
         raise UserError(
             f"{len(late)} of {len(unpredicted)} points without a prediction are measured, and predictions come before "
@@ -82,7 +82,7 @@ def _check_first(unpredicted: set[str]) -> None:
 
 
 def _check_card() -> None:
-    """Raise UserError where this machine has no GPU that torch sees."""
+    """Raise UserError if torch sees no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -93,7 +93,7 @@ def _check_card() -> None:
 
 
 def measure(out: Path, points: list[Point], seconds: float) -> None:
-    """Those of `points` that OUT has no answer of, one after another; while one runs the next ones import torch."""
+    """Measure those of `points` that OUT lacks, one after another. While one runs, the next ones import torch."""
     began = time.perf_counter()
     _check_card()
     out.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""What a step of each optimizer takes, by turns with torch's AdamW, fused, and what it keeps a parameter.
+"""How long a step of each optimizer takes beside torch's fused AdamW, interleaved, and what state it keeps a parameter.
 
     python benchmarks/optimizer_steps.py [NAME…] [--rounds 3]
 
-Over fp32 weights and gradients of Sana-600M with BLOCKS blocks, on this machine's GPU where it has one, else on its
-CPU. A first step of each, which makes its state, is not counted.
+It steps fp32 weights and gradients of Sana-600M with BLOCKS blocks, on this machine's GPU if there is one, else on
+its CPU. The first step, which makes the state, is not counted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def parameters() -> list[torch.Tensor]:
-    """With gradients, of about the sizes that a training's are."""
+    """Weights with gradients, in a model's sizes."""
     spec = catalog.find_model(MODEL).spec
     spec = spec.model_copy(update={"kwargs": spec.kwargs | {"num_layers": BLOCKS}})
     made = [torch.randn(param.shape, device=DEVICE).mul_(0.02) for param in models.outline(spec).parameters()]
@@ -66,13 +66,13 @@ def parameters() -> list[torch.Tensor]:
 
 
 def grouped(params: list[torch.Tensor]) -> Groups:
-    """Matrices for Muon, and the rest: of the few outside of blocks all are taken for those within."""
+    """Matrices for Muon, and the rest. The few matrices outside of blocks count as if they were within."""
     matrices = [param for param in params if param.dim() == 2]
     return [{"params": matrices, "muon": True}, {"params": [param for param in params if param.dim() != 2]}]
 
 
 def turn_of(optimizer: Optimizer) -> Callable[[], float]:
-    """A step of it, which returns its seconds."""
+    """A function that makes one step and returns its seconds."""
 
     def turn() -> float:
         wait()
@@ -85,13 +85,13 @@ def turn_of(optimizer: Optimizer) -> Callable[[], float]:
 
 
 def wait() -> None:
-    """For the GPU, if there is one."""
+    """Wait for the GPU, if there is one."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Of all storages that an optimizer's state lies in, each counted once."""
+    """Bytes of an optimizer's state, each storage counted once."""
     values = (value for state in optimizer.state.values() for value in state.values())
     tensors = (part for value in values if isinstance(value, torch.Tensor) for _, part in parts("", value))
     storages = {storage.data_ptr(): storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}

@@ -37,7 +37,7 @@ ROWS, FOUND = HERE / "peers.json", HERE / "peers_found.json"
 NOTES = "## What differs, and why"
 TABLE = "| id | script | GPU | steps | allocated | reserved | process | published | emulated / published |"
 PEAK_SAID = re.compile(r"Memory before testing[\s\S]*?max_memory_reserved=([\d.]+) GB")
-"""What cogvideox-factory's scripts print of torch's own peak, in GiB, since they began to train."""
+"""The peak that cogvideox-factory's scripts print, in GiB, since training began."""
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "timm")
 
 
@@ -68,7 +68,7 @@ def _read(path: Path) -> dict[str, Any]:
 def run(
     row: dict[str, Any], arguments: dict[str, str], projects: Path, data: Path, pythons: dict[str, str]
 ) -> dict[str, Any]:
-    """One row's figures: in each of its runs, which are two where a loss is scaled, the highest process's peaks."""
+    """The figures of a row's runs: the highest peaks of any process. There are two runs if a loss is scaled."""
     python = pythons[row["environment"]]
     with tempfile.TemporaryDirectory() as out:
         text = re.sub(r"@([\w-]+)", lambda name: arguments[name[1]], row["command"]).format(data=data, out=out)
@@ -96,7 +96,7 @@ def run(
 
 
 def figures(run: dict[str, Any]) -> dict[str, Any]:
-    """The peaks of the process that took most, in GiB, and its optimizer steps."""
+    """Peaks of the process that took most, in GiB, and its optimizer steps."""
     gpus = [(account, gpu) for account in run["accounts"] for gpu in account["gpus"]]
     if not gpus:
         return {"steps": 0}
@@ -117,7 +117,7 @@ def figures(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def versions(python: str) -> dict[str, str]:
-    """Installed versions of the libraries that decide, in that environment."""
+    """Versions in that environment of the libraries that matter."""
     code = f"""
 import importlib.metadata as metadata, json
 found = {{}}
@@ -134,7 +134,7 @@ print(json.dumps(found))
 
 
 def page() -> str:
-    """peers.md: the tables, the versions and what is known of what differs."""
+    """peers.md: the tables, the versions and what is known of the differences."""
     document, found = _read(ROWS), _read(FOUND)
     lines = [line(row, found[row["id"]]) for row in document["rows"] if row["id"] in found]
     used: dict[str, dict[str, str]] = {}
@@ -181,7 +181,7 @@ def line(row: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 def _ratios(row: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """The emulated figure over the published one, by the metric that was published, a run each."""
+    """Emulated over published, by the metric that was published, for each run."""
     if row.get("published") == "out of memory":
         return ["agrees" if found["fits"] is False else "contradicts"]
     published = row.get("published_gib")

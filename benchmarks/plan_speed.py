@@ -1,11 +1,12 @@
-"""How long plans take: cold, with an empty cache, again, and of another request about the same model. Of compiled
-blocks: cold, and where only their code is kept.
+"""How long plans take: with an empty cache, the same again, and another request about the same model.
 
-python benchmarks/plan_speed.py [PART OF A QUESTION]
+Plans of compiled blocks are also timed with nothing but their code kept.
 
-Seconds of processors are of all processes together: they tell more where other work runs beside. The exit status is 1
-where a limit is missed. Limits are for two idle cores with the emulated GPU's libraries built; a line tells of a busy
-machine.
+    python benchmarks/plan_speed.py [PART OF A REQUEST]
+
+Processor seconds are those of all processes together. They tell more if other work runs on the machine. The exit
+status is 1 if a limit is missed. Limits are for two idle cores with the emulated GPU's libraries built. A line says
+if the machine is busy.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ PR_SET_CHILD_SUBREAPER = 36
 """Source: linux/prctl.h."""
 
 SMALL_S, LARGE_S, LONG_S = 10.0, 25.0, 40.0
-"""Limits of cold plans: models of 1 to 2 B parameters on one GPU; LoRA, models of 12 to 14 B, or eight GPUs and more;
-encoders that run in each step, or EMA over eight GPUs."""
+"""Limits of cold plans: models of 1 to 2 B parameters on one GPU; LoRA, models of 12 to 14 B, or at least eight GPUs;
+encoders that run in each step, or EMA on eight GPUs."""
 
 WARM_S, ANOTHER_SHARE = 0.5, 0.6
 """Limits of the same request again, and of another one about the same model, as a share of the first."""
 
 ANOTHER = "--checkpointed-blocks all"
-"""What another request says beside the first."""
+"""Options that another request adds to the first."""
 
 IDLE_LOAD = 0.5
 """A machine with a higher load is busy."""
@@ -56,11 +57,11 @@ CASES = [
 ]
 
 COMPILED = [("--model flux.1-dev --gpu h100 --compile --fp8 tensorwise", LARGE_S)]
-"""With limits where the code is kept."""
+"""Their limits hold where the code is kept."""
 
 
 def main(wanted: str) -> int:
-    """A line a request; 1 where a limit was missed."""
+    """Print a line a request. Returns 1 if a limit is missed."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     load, cores = os.getloadavg()[0], os.cpu_count()
     if load > IDLE_LOAD:
@@ -68,7 +69,7 @@ def main(wanted: str) -> int:
     print("| bigdit plan | cold s (limit) | processors s | again s (limit) | another s (limit) | load | chosen |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     slow, built = False, Path(tempfile.mkdtemp())
-    _ask("--model dit-s-8 --gpu a40 --buckets none", str(built))  # which builds the emulated GPU's libraries
+    _ask("--model dit-s-8 --gpu a40 --buckets none", str(built))  # builds the emulated GPU's libraries
     for arguments, limit in CASES:
         if wanted not in arguments:
             continue
@@ -120,7 +121,7 @@ def _ask(arguments: str, cache: str) -> tuple[float, float, dict[str, Any]]:
     )
     took = time.perf_counter() - began
     with contextlib.suppress(ChildProcessError):
-        while True:  # forks whose parent has ended belong to this process, their subreaper
+        while True:  # children whose parent has ended are adopted by this process, a subreaper
             os.wait()
     return took, _processors() - before, json.loads(done.stdout)
 

@@ -1,6 +1,6 @@
 """Plans of forty requests, beside the answers before: writes benchmarks/plans.md.
 
-python benchmarks/plans.py [PART OF A QUESTION]
+    python benchmarks/plans.py [PART OF A QUESTION]
 
 plans.json has the answers before, by the search that also had a fake device, and why others are better. The exit status
 is 1 where a verdict or a strategy differs. Plans are cached, so that the command continues where it was. With part of a
@@ -41,7 +41,7 @@ REQUESTS = [
     *((model, "v100-32g-sxm2", 8) for model in ("dit-xl-2", "pixart-sigma-xl-2-512", "sana-600m-512")),
     *((model, "a100-80g-sxm", 16) for model in ("sana-1600m-1024", "cogvideox-5b", "qwen-image", "wan2.1-t2v-14b")),
 ]
-"""Model, GPU, and how many of them."""
+"""Model, GPU, and number of GPUs."""
 
 HEAD = """# Plans of forty requests
 
@@ -53,7 +53,7 @@ cores, beside other work."""
 
 @dataclass(frozen=True)
 class Line:
-    """One request's plan, beside the answer before."""
+    """One request's plan, and its earlier answer."""
 
     asked: str
     plan: Plan
@@ -64,12 +64,12 @@ class Line:
 
     @property
     def same(self) -> bool:
-        """Whether verdict and strategy are those before."""
+        """Whether verdict and strategy are as before."""
         return self.said == str(BEFORE[self.asked]["said"])
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """The largest micro-batches of the planned size. Without any, the machine is short of memory."""
+        """The largest micro-batches of the planned size. If there are none, the machine lacks memory."""
         found = self.plan.buckets[0] if self.plan.buckets else None
         return {"none": None if found is None else found.none, "all": None if found is None else found.full}
 
@@ -82,7 +82,7 @@ class Line:
 
 
 def page(lines: Sequence[Line]) -> str:
-    """The page of what is answered so far."""
+    """The page of all answers so far."""
     names = ["plan", "reserved", "none", "all"]
     heads = ["request", *(part for name in names for part in (name, "before")), "s"]
     rows = [heads, ["---"] * len(heads), *(line.cells() for line in lines)]
@@ -107,7 +107,7 @@ def page(lines: Sequence[Line]) -> str:
 
 
 def main(wanted: str) -> int:
-    """A line a request; 1 where one has another answer than before."""
+    """Print a line a request. Returns 1 if an answer differs."""
     lines = []
     for model, gpu, gpus in REQUESTS:
         if wanted in f"{model} {gpu} {gpus}":

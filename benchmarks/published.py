@@ -1,6 +1,6 @@
 """Published training memory beside an emulated GPU: writes benchmarks/published.md.
 
-python benchmarks/published.py [ID ...]
+    python benchmarks/published.py [ID ...]
 
 Each row of published.json is a published measurement, with its source and a grade of trust (A: instrumented, B:
 reported with its settings, C: settings inferred, D: contradicted). It has the strategy that comes nearest to what was
@@ -29,7 +29,7 @@ from bigdit.profile.pool import WorkerError
 from bigdit.units import GIB, MIB
 
 HERE = Path(__file__).parent
-# Where the source names no GPU: one that has room, so that the allocator has to free nothing.
+# For sources that name no GPU: one with so much room that the allocator frees nothing.
 CARDS = {
     "A100": "a100-80g-sxm",
     "H100": "h100-sxm",

@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 FOUND, PAGE = HERE / "quickstarts.json", HERE.parent / "docs/quickstarts.md"
 
 GPUS = {"rtx-3060-12g": 12, "rtx-4080": 16, "rtx-4090": 24, "a40": 48, "a100-80g-sxm": 80}
-"""The GPUs that stand for a size, with that size in GB."""
+"""The GPUs that stand for a size, in GB."""
 BOTH, FULL, LORA = ("LoRA", "full"), ("full",), ("LoRA",)
 OPTIONS = {"LoRA": ("--lora", "16"), "full": ("--full",)}
 MODELS = {
@@ -49,8 +49,8 @@ MODELS = {
 
 
 class Answer(Strict):
-    """What a plan recommends. Bytes of the process are the most that nvidia-smi shows; `samples_per_second` is (low,
-    high). `fixes`: what would fit, where nothing does."""
+    """What a plan recommends. Bytes of the process are the most that nvidia-smi shows. `samples_per_second` is (low,
+    high). `fixes`: what would fit if nothing does."""
 
     model: str
     gpu: str
@@ -79,7 +79,7 @@ def asked() -> Iterator[tuple[str, str, str]]:
 
 
 def answer(model: str, gpu: str, way: str) -> Answer:
-    """What a plan says now. Raises UserError where it says nothing."""
+    """The plan of today. Raises UserError if there is none."""
     words = command(model, gpu, way)
     done = subprocess.run([Path(sys.executable).with_name(words[0]), *words[1:]], capture_output=True, text=True)
     if done.returncode not in (0, 2):
@@ -103,7 +103,7 @@ def answer(model: str, gpu: str, way: str) -> Answer:
 
 
 def table(model: str, found: dict[tuple[str, str, str], Answer]) -> str:
-    """The rows of a model: a GPU and a way each."""
+    """A model's rows: one for each GPU and way."""
     lines = [
         "| GPU | train | settings | GPU memory | CPU memory | samples/s |",
         "| --- | --- | --- | ---: | ---: | ---: |",
@@ -124,7 +124,7 @@ def shown(row: Answer) -> str:
 
 
 def starts() -> str:
-    """A row a model: its weights and how its run.yaml begins, as recipes and the catalogue have it."""
+    """A row for each model: its weights, and how its run.yaml begins in recipes and the catalogue."""
     lines = ["| model | weights | objective | LoRA | full fine-tuning |", "| --- | --- | --- | --- | --- |"]
     for model, ways in MODELS.items():
         cells = [begun(model, way) if way in ways else "–" for way in OPTIONS]
@@ -149,7 +149,7 @@ def named(objective: ObjectiveSpec) -> str:
 
 
 def written(page: str, found: dict[tuple[str, str, str], Answer]) -> str:
-    """The page with its tables: each stands between `<!-- fits MODEL -->`, or `<!-- starts -->`, and `<!-- end -->`."""
+    """The page with its tables, each between `<!-- fits MODEL -->`, or `<!-- starts -->`, and `<!-- end -->`."""
 
     def made(place: re.Match[str]) -> str:
         return f"{place[1]}\n{table(place[2], found) if place[2] else starts()}\n\n{place[3]}"
@@ -158,7 +158,7 @@ def written(page: str, found: dict[tuple[str, str, str], Answer]) -> str:
 
 
 def answers() -> dict[tuple[str, str, str], Answer]:
-    """Those of quickstarts.json."""
+    """The answers in quickstarts.json."""
     known = json.loads(FOUND.read_text()) if FOUND.exists() else []
     return {each.asked: each for each in map(Answer.model_validate, known)}
 

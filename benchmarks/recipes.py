@@ -1,6 +1,6 @@
 """Every recipe at full size on its emulated GPUs: recipes/measured.json.
 
-python benchmarks/recipes.py [--planned | --extract] [NAME…]
+    python benchmarks/recipes.py [--planned | --extract] [NAME…]
 
 Each recipe extracts a few images, takes three steps, generates an image by its last command, and is planned. --planned
 repeats the plans alone, and what the encoders take; --extract repeats extraction alone. Weights are holes in files,
@@ -61,13 +61,13 @@ STEPS = 3
 
 
 class Caption:
-    """One caption, of all images."""
+    """One caption for all images."""
 
     text, weight = "a caption", 1.0
 
 
 def main(arguments: list[str]) -> int:
-    """A line a recipe, as they come."""
+    """Print a line a recipe as they finish."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="recipes; all if left out")
     alone = parser.add_mutually_exclusive_group()
@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _said(found: Extraction) -> str:
-    """What extraction took beside what the encoders took alone."""
+    """What extraction took, beside what the encoders alone took."""
     allocated, alone = found.peak_allocated_bytes, found.emulated_bytes
     beside = "" if alone is None else f", {alone} by the encoders alone ({allocated / alone - 1:+.2%})"
     turns = "; memory ran out, and encoders took turns" if found.ran_out else ""
@@ -110,23 +110,21 @@ def _said(found: Extraction) -> str:
 def _tried(found: Recipe, hub: Path, folder: Path) -> Took:
     """Three steps, and an image."""
     receipts = trained(found, hub, folder)
-    if found.draws:
+    if found.generates:
         drawn(found, folder)
     return _took(found, receipts, folder)
 
 
 def weights_of(recipes: Sequence[Recipe], folder: Path) -> Path:
-    """A hub cache in `folder` with the weights of all: the libraries that write them take seconds to import."""
+    """A hub cache in `folder` with all weights. The libraries that write them take seconds to import."""
     gpu = catalog.resolve_gpu(recipes[0].about.gpu)
     repositories = sorted({each.about.repository for each in recipes})
     return Path(lay_out(repositories, folder, os.environ | emulated_environment(gpu))["HF_HUB_CACHE"])
 
 
 def trained(found: Recipe, hub: Path, folder: Path) -> list[Receipt]:
-    """Three steps of each stage by `bigdit train` on emulated GPUs, whose files lie in `folder`.
-
-    A single process computes no values; several exchange theirs.
-    """
+    """Train three steps of each stage by `bigdit train` on emulated GPUs, with files in `folder`. A single process
+    computes no values; several exchange theirs."""
     gpu, weights = catalog.resolve_gpu(found.about.gpu), weights_in(hub, found)
     folder.mkdir()
     arguments, changed = json.loads((weights / "transformer/config.json").read_text()), ["output=run"]
@@ -144,44 +142,44 @@ def trained(found: Recipe, hub: Path, folder: Path) -> list[Receipt]:
 
 
 def receipts_of(found: Recipe, folder: Path) -> list[Receipt]:
-    """Those of each stage that was `trained`."""
+    """The receipt of each stage that was `trained`."""
     names = [*map(receipt_of, range(found.stages - 1)), RECEIPT]
     return [Receipt.model_validate_json((folder / "run" / name).read_text()) for name in names]
 
 
 def saved_by(found: Recipe, folder: Path) -> DiskNeed:
-    """What the run that was `trained` there has saved, and how much of it there will be of the recipe's own steps."""
+    """What the run in `trained` has saved, and how much the recipe's own steps will save."""
     newest, _ = latest(folder / "run")
     assert newest is not None
     return saved(newest, folder / "run", load_stages(MEASURED.parent / f"{found.name}.yaml"))
 
 
 def drawn(found: Recipe, folder: Path) -> Path:
-    """The image or video that the recipe's last command generates in two steps, from what was `trained` there."""
+    """The image or video that the recipe's last command generates in two steps from what was `trained`."""
     _, *asked = shlex.split(found.commands[-1].replace(found.run["output"], "run"))
-    Image.new("RGB", (64, 64)).save(folder / "fox.png")  # which edit models edit
+    Image.new("RGB", (64, 64)).save(folder / "fox.png")  # for edit models to edit
     _bigdit(folder, os.environ | emulated_environment(catalog.resolve_gpu(found.about.gpu)), *asked, "--steps", "2")
     (row,) = json.loads((folder / "run/samples/samples.json").read_text())["images"]
     return folder / "run/samples" / str(row["file"])
 
 
 def _bigdit(folder: Path, environment: dict[str, str], *arguments: str) -> None:
-    """A command of bigdit, by the CUDA build of torch."""
+    """Run a command of bigdit with the CUDA build of torch."""
     command = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", *arguments]
     own = environment | {"PYTHONPATH": os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))}
     subprocess.run(command, env=own, cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
 
 def first_of_many(found: Recipe) -> dict[Bucket, Attempt]:
-    """Two steps by the first of the recipe's processes, by bucket. The others are not there."""
+    """Two steps by the recipe's first process, by bucket. The others do not exist."""
     gpu = catalog.resolve_gpu(found.about.gpu)
     with EmulatedGpus(gpu) as cards:
         return {size: cards.attempt(request, gpu.usable_bytes) for size, request in requests(found).items()}
 
 
 def requests(found: Recipe) -> dict[Bucket, StepRequest]:
-    """The recipe's strategy by bucket, with two micro-batches a step where it may have so many. Training reads its YAML
-    in the same way."""
+    """The recipe's strategy by bucket, with two micro-batches a step if it allows them. Training reads its YAML in
+    the same way."""
     gpu, model = catalog.resolve_gpu(found.about.gpu), catalog.model(found.about.model)
     run = load_run(MEASURED.parent / f"{found.name}.yaml")
     prepare(run)
@@ -196,8 +194,8 @@ def requests(found: Recipe) -> dict[Bucket, StepRequest]:
 
 
 def make_store(root: Path, name: str, document: dict[str, Any], arguments: dict[str, Any], each: int = 16) -> None:
-    """A store of zeros for the model of this name and these arguments, so many samples a bucket, with captions that
-    fill all tokens, or all of class 0."""
+    """Write a cache of zeros for this model: so many samples a bucket, with captions that fill all tokens, or all of
+    class 0."""
     model, data = catalog.model(name), document["data"]
     buckets = [tuple(size) for size in data["buckets"]]
     tokens = document["encoders"]["text"].get("max_tokens", model.text.tokens) if model.text else 0
@@ -250,7 +248,7 @@ def _took(found: Recipe, receipts: Sequence[Receipt], folder: Path) -> Took:
 
 
 def by_plan(found: Recipe) -> dict[str, Any]:
-    """What plans and encoders say of all stages, by the names in Took."""
+    """What plans and encoders predict for all stages, by the names in Took."""
     plans = [planned(found, document) for document in stages_of(found)]
     stores = [plan.dataset.store_bytes for plan in plans if plan.dataset]
     encoding = [plan.dataset.extraction_seconds for plan in plans if plan.dataset and plan.dataset.extraction_seconds]
@@ -270,7 +268,7 @@ def _hours(seconds: Sequence[Interval]) -> tuple[float, float]:
 
 
 def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
-    """Bytes of the host, and seconds of each stage: by the plans, or by a profile where blocks are swapped."""
+    """Bytes of CPU memory, and seconds, of each stage: by plans, or by a profile if blocks are swapped."""
     strategy = found.run["strategy"]
     if "blocks_to_swap" not in strategy:
         return max(plan.host.node_bytes for plan in plans), [plan.run.seconds for plan in plans if plan.run]
@@ -289,7 +287,7 @@ def planned(found: Recipe, document: dict[str, Any]) -> Plan:
 
 
 def request_of(found: Recipe, document: dict[str, Any]) -> ResolvedRequest:
-    """What a stage's plan is asked."""
+    """The request for a stage's plan."""
     train, strategy = document["train"], document["strategy"]
     *frames, height, width = document["data"]["buckets"][0]
     return resolve_request(

@@ -1,9 +1,9 @@
-"""What comparing replicas costs: seconds of a step, and of a comparison, by two processes on the CPU.
+"""What it costs to compare replicas: seconds of a step, and of a comparison, in two processes on the CPU.
 
-python benchmarks/replicas.py [--model MODEL] [--blocks BLOCKS] [--rounds N]
+    python benchmarks/replicas.py [--model MODEL] [--blocks BLOCKS] [--rounds N]
 
-HSDP of two copies: each process holds all weights, masters and moments. Comparisons come every 100 steps, and before
-each checkpoint.
+HSDP with two copies: each process holds all weights, masters and moments. Comparisons come every 100 steps, and
+before each checkpoint.
 """
 
 from __future__ import annotations

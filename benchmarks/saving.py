@@ -1,11 +1,11 @@
-"""How long a save keeps the training step waiting, and what it takes of the host: writes benchmarks/saving.md.
+"""How long a save delays the training step, and what CPU memory it takes: writes benchmarks/saving.md.
 
-python benchmarks/saving.py [--model MODEL] [--blocks BLOCKS] [--resolution PIXELS] [--strategy KEYS] [--rounds N]
+    python benchmarks/saving.py [--model MODEL] [--blocks BLOCKS] [--resolution PIXELS] [--strategy KEYS] [--rounds N]
 
-One process on the CPU trains a model of the catalogue, cut to so many blocks. After a step, each round copies the state
-to the host alone. Then it saves, counts the time until the save returns, and waits for the thread that writes. Last
-comes a step while the thread writes. A save takes as much memory as this process' own pages grow until the checkpoint
-is whole. An attempt of the same step on an emulated GPU predicts it.
+One process on the CPU trains a model of the catalogue, cut to this many blocks. After a step, each round first copies
+the state to CPU memory alone. Then it saves, times the save until it returns, and waits for the thread that writes.
+Last comes a step while the thread writes. A save takes as much memory as this process's own pages grow until the
+checkpoint is whole. An attempt of the same step on an emulated GPU predicts it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from on_gpu.points import few_blocks
 from bigdit import catalog, checkpoint, engines, libraries, models
 from bigdit.config.load import parse_strategy
 from bigdit.dist import World
-from bigdit.engines.state import places
+from bigdit.engines.state import state_slices
 from bigdit.files import write_text
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import request_for
@@ -69,11 +69,11 @@ def main() -> None:
         train_step(engine, family, FlowMatchingSpec(), [batch(request.batch, strategy)], lr=1e-6)
 
     def copy() -> None:
-        held = [place.tensor.to("cpu", copy=True) for place in places(engine, None, 0).values()]
+        held = [place.tensor.to("cpu", copy=True) for place in state_slices(engine, None, 0).values()]
         assert held
 
     took: dict[str, list[float]] = {}
-    timed(took, STEP, step)  # the optimizer's state comes with it
+    timed(took, STEP, step)  # creates the optimizer's state, too
     described = {"model": model.spec.model_dump(), "strategy": strategy.model_dump(), "run": {}, "data": None}
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         saver = checkpoint.Saver(Path(folder), checkpoint.Peers(), checkpoint.Keeping(1))
@@ -92,8 +92,8 @@ def main() -> None:
 
 @contextmanager
 def watched() -> Iterator[list[int]]:
-    """The most bytes by which this process' own pages grow in the `with` block, as it is known at its end."""
-    ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would be used again, and not be seen
+    """The most bytes by which this process's own pages grow in the `with` block. Known at its end."""
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise freed memory would be used again, and not be counted
     start, over, most = own_bytes(), threading.Event(), [0]
 
     def watch() -> None:

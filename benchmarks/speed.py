@@ -1,10 +1,9 @@
-"""Published speeds of training against what the roofline says of them: writes benchmarks/speed.md.
+"""Published training speeds beside the predicted ones: writes benchmarks/speed.md.
 
-python benchmarks/speed.py [ID ...]
+    python benchmarks/speed.py [ID ...]
 
-Each claim of speed.json is a step's time that somebody published, with the strategy that comes nearest to what was run
-and what differs in it. It is a report: no constant of the roofline is fitted to it, and no receipt calibrates the
-intervals.
+Each claim of speed.json is a published time of a step, with the nearest strategy and what differs in it. It is a
+report: no constant of the speed model is fitted to it, and no receipt calibrates the intervals.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ HERE = Path(__file__).parent
 PAGE = HERE / "speed.md"
 
 NARROW = 1.5
-"""High to low of an interval that tells one choice from another."""
+"""The ratio of an interval's ends that tells one choice from another."""
 
 
 HEAD = """# Published speeds of training against the roofline
@@ -39,12 +38,9 @@ beside it stands in the last column; for those outside it is the likely reason, 
 
 
 class Claim(Strict):
-    """`seconds` of one optimizer step, as published at `source`; `differs`: what theirs does otherwise; `outside`: the
-    likely reason where the claim lies outside.
-
-    Where no one strategy has all that is said of theirs, `other` has the rest: parts of the step (speed/step.py) that
-    are as there (`instead`), or between both (`between`).
-    """
+    """`seconds` of one optimizer step, as published at `source`. `differs`: what the published step does otherwise.
+    `outside`: the likely reason if the claim lies outside. If no one strategy describes it, `other` describes parts
+    of the step (speed/step.py): used `instead`, or the truth is `between` both."""
 
     name: str
     source: str
@@ -106,7 +102,7 @@ def _line(claim: Claim, found: StepTime) -> str:
 
 
 def _with(claim: Claim) -> str:
-    """What of the step is as another strategy has it."""
+    """The step with parts of another strategy's."""
     said = [f"{', '.join(claim.instead)} as"] if claim.instead else []
     said += [f"{', '.join(claim.between)} up to"] if claim.between else []
     return f"; {' and '.join(said)} `{claim.other}`" if claim.other else ""

@@ -1,10 +1,10 @@
-"""Whether the run's step takes longer than that of a bare PyTorch loop of the same model, values and optimizer.
+"""Whether a run's step takes longer than that of a bare PyTorch loop with the same model, values and optimizer.
 
     python benchmarks/step.py [--folder DIR] [--rounds N] [--samples N]
 
-`bigdit bench step` of the demo's recipe (launch/recipes/digits.yaml), in one process, by turns with the plain loop, in
-micro-batches of so many samples, two a step. Exit status 1 where the median of the rounds' ratios is above LIMIT, or a
-step takes less than STEP_S, of which a fixed cost would be too large a part.
+It runs `bigdit bench step` of the demo's recipe (launch/recipes/digits.yaml) in one process, interleaved with the
+plain loop, in micro-batches of this many samples, two a step. The exit status is 1 if the median ratio of the rounds
+is above LIMIT, or if a step takes less than STEP_S: a fixed cost would then be too large a part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 BIGDIT = Path(sys.executable).parent / "bigdit"
 RECIPE = ROOT / "launch/recipes/digits.yaml"
 STEP_S, LIMIT = 0.2, 1.02
-"""Seconds of the plain loop's step at least, and the run's by them at most: both in the median."""
+"""The least seconds of a plain step, and the largest ratio of the run's to it, both as medians."""
 
 
 def main(asked: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def main(asked: Sequence[str]) -> int:
     arguments = parser.parse_args(asked)
     compared = compare(arguments.folder.resolve(), arguments.rounds, arguments.samples)
     plain, own = compared.contenders
-    assert own.of_baseline is not None  # which the baseline alone has not
+    assert own.of_baseline is not None  # the plain loop has none
     log.out.print(load_line(compared.load), highlight=False)
     log.out.print(comparison_table(compared))
     log.out.print(f"overhead: {overhead(own.of_baseline)}; limit {100 * (LIMIT - 1):.0f} %", highlight=False)
@@ -46,7 +46,7 @@ def main(asked: Sequence[str]) -> int:
 
 
 def compare(folder: Path, rounds: int, samples: int) -> Comparison:
-    """The two loops, by turns, on the digits in `folder`."""
+    """Time the two loops, interleaved, on the digits in `folder`."""
     settings = [
         *(f"data.images={folder / 'digits'}", f"data.features={folder / 'features'}"),
         *(f"strategy.micro_batch_size={samples}", f"strategy.global_batch_size={2 * samples}"),

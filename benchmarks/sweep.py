@@ -1,6 +1,6 @@
 """A sweep that SimpleTuner's author measured on an H100 and an L40S, run again on emulated GPUs: writes sweep.md.
 
-python benchmarks/sweep.py --simpletuner FOLDER --work FOLDER --python PATH [--show] [ID ...]
+    python benchmarks/sweep.py --simpletuner FOLDER --work FOLDER --python PATH [--show] [ID ...]
 
 sweep.json names the source, its commit, the cells, and what turns an example of SimpleTuner into a cell. FOLDER is a
 checkout at that commit, which stays as it is. PATH is a Python 3.12 with what its setup.py asks for and a CUDA build of
@@ -70,7 +70,7 @@ def identity(cell: dict[str, Any]) -> str:
 def prepare(
     document: dict[str, Any], cell: dict[str, Any], simpletuner: Path, work: Path, python: str
 ) -> tuple[list[str], dict[str, str]]:
-    """Write a cell's config, the example's with what the cell changes; returns its command and variables."""
+    """Write a cell's config: the example's with the cell's changes. Returns its command and variables."""
     family = document["families"][cell["family"]]
     folder = work / identity(cell)
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def prepare(
 
 
 def write_hub(document: dict[str, Any], work: Path) -> Path:
-    """A hub cache of all families with empty weights, as --fake-weights makes one, where there is none."""
+    """Write a hub cache of all families with empty weights, as --fake-weights makes one, unless it is there."""
     hub = work / "hub"
     if hub.is_dir():
         return hub
@@ -112,7 +112,7 @@ def write_hub(document: dict[str, Any], work: Path) -> Path:
 
 
 def write_data(family: dict[str, Any], work: Path, simpletuner: Path, config: dict[str, Any]) -> Path:
-    """The example's own data backend, with files of noise for the data set of a hub. Returns its path."""
+    """Write the example's own data backend, with noise in place of the hub's data set. Returns its path."""
     backends = json.loads((simpletuner / "simpletuner/examples" / Path(config["data_backend_config"]).name).read_text())
     data = backends[0]
     for key in ("dataset_name", "huggingface"):
@@ -127,7 +127,8 @@ def write_data(family: dict[str, Any], work: Path, simpletuner: Path, config: di
 
 
 def write_files(work: Path, shape: list[int]) -> Path:
-    """Images of noise of [width, height], or videos of [width, height, frames] with captions, where there are none."""
+    """Write noise as images of [width, height], or as videos of [width, height, frames] with captions, unless they
+    are there."""
     import imageio.v3 as imageio
     import numpy
 
@@ -149,7 +150,7 @@ def write_files(work: Path, shape: list[int]) -> Path:
 
 
 def run(command: list[str], variables: dict[str, str], simpletuner: Path, log: Path) -> dict[str, Any]:
-    """The figures of one cell; its output is kept in `log`."""
+    """The figures of one cell. Its output is kept in `log`."""
     done = subprocess.run(
         command, cwd=simpletuner, env=os.environ | variables, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
@@ -168,7 +169,7 @@ def run(command: list[str], variables: dict[str, str], simpletuner: Path, log: P
 
 
 def page(document: dict[str, Any], found: dict[str, Any]) -> str:
-    """sweep.md: the figures over all cells, the table, and what is known of what differs."""
+    """sweep.md: the figures over all cells, the table, and what is known of the differences."""
     rows, errors, verdicts = [], [], []
     for cell in document["cells"]:
         got, measured = found.get(identity(cell)), cell["measured"]

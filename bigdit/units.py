@@ -1,11 +1,14 @@
-"""Bytes, counts, durations and sizes of images as text. Inside bigdit all sizes are integers of bytes."""
+"""Bytes, counts, durations and image sizes as text. Inside bigdit all sizes are integers of bytes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from bigdit.errors import UserError
+
+T = TypeVar("T")
 
 LARGEST = 2**63 - 1
 """The largest int64, for sizes and seeds of torch and numpy."""
@@ -20,7 +23,7 @@ _SUFFIXES |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 A_SIZE = "a memory size with a unit was expected, such as 46068MiB or 24GB"
 
 LEAST_MEMORY, MOST_MEMORY = GIB, 1024 * 1024 * GIB
-"""Bounds for the memory of a machine or a GPU; anything else has a wrong unit."""
+"""Bounds for the memory of a machine or a GPU; other values must have a wrong unit."""
 
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 _MOST_DIGITS = 20  # of a number of bytes below 2^64
@@ -33,7 +36,7 @@ def gib(n: float) -> str:
 
 
 def unit_of(n: float) -> tuple[int, str]:
-    """The unit that `gib` uses for so many bytes: its bytes and name."""
+    """The unit that `gib` uses for `n` bytes: its size in bytes, and its name."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(n) >= unit * 0.1 and (unit != KIB or abs(n) >= KIB):
             return unit, name
@@ -41,7 +44,7 @@ def unit_of(n: float) -> tuple[int, str]:
 
 
 def on_disk(nbytes: float) -> str:
-    """Bytes in the units that disks are sold in: `2.46 MB`, `41.5 TB`."""
+    """Bytes in decimal units, as for disks: `2.46 MB`, `41.5 TB`."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.3g} {name}" if nbytes < 1000 * unit else f"{nbytes / unit:,.0f} {name}"
@@ -69,6 +72,21 @@ def how_many_of(numbers: range, what: str) -> str:
     return f"{numbers[0]} to {numbers[-1]} {what}s" if len(numbers) > 1 else how_many(numbers[0], what)
 
 
+def in_groups(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """The items in order, in groups of at most `most` in all, or of a single larger item."""
+    group: list[T] = []
+    filled = 0
+    for item in items:
+        own = size(item)
+        if group and filled + own > most:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += own
+    if group:
+        yield group
+
+
 def duration(seconds: float) -> str:
     """Seconds as `4.2 s`, `3 min 05 s` or `2 h 10 min`."""
     if seconds < 60:
@@ -88,7 +106,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """The memory of a machine or a GPU in bytes. Raises UserError as `parse_bytes`, and outside the bounds."""
+    """The memory of a machine or a GPU in bytes. Raises UserError as `parse_bytes`, and for values out of bounds."""
     found = parse_bytes(text)
     if LEAST_MEMORY <= found <= MOST_MEMORY:
         return found
@@ -98,7 +116,7 @@ def parse_memory(text: str) -> int:
 
 
 def parse_resolution(text: str, option: str = "--resolution") -> int | tuple[int, int]:
-    """`1024` or `480x832` (height × width), as `option` was given. Raises UserError for anything else."""
+    """`1024` or `480x832` (height × width), the value of `option`. Raises UserError for anything else."""
     match = re.fullmatch(r"(\d{1,20})(?:[x×](\d{1,20}))?", text.strip())
     sides = [] if match is None else [int(side) for side in match.groups() if side is not None]
     if match is None or not all(0 < side <= LARGEST_SIDE for side in sides):
@@ -112,7 +130,7 @@ def parse_resolution(text: str, option: str = "--resolution") -> int | tuple[int
 def parse_sizes(
     option: str, asked: int | str | tuple[int, int] | Sequence[int | str | tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
-    """All sizes that `asked` names, in its order; a list holds several. Raises UserError with the `option`'s name."""
+    """All sizes in `asked`, the value of `option`, in order. Raises UserError with the option's name."""
     if isinstance(asked, list):
         return tuple(size for each in asked for size in parse_sizes(option, each))
     if isinstance(asked, tuple) and len(asked) == 2 and all(isinstance(side, int) for side in asked):
@@ -124,12 +142,12 @@ def parse_sizes(
 
 
 def size_text(size: tuple[int, int]) -> str:
-    """As `parse_sizes` reads it: `1024`, `480x832`."""
+    """A size in the form that `parse_sizes` reads: `1024`, `480x832`."""
     return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
 
 
 def parse_count(text: str, option: str) -> int:
-    """`250000`, `30M`, `1.5k`, as `option` was given. Raises UserError for anything else."""
+    """`250000`, `30M` or `1.5k`, the value of `option`. Raises UserError for anything else."""
     match = re.fullmatch(r"(\d[\d_]{0,17}(?:\.\d+)?)\s*([kmbg]?)", text.strip().lower())
     number = float(match[1].replace("_", "")) * _THOUSANDS[match[2]] if match else 0.5
     if not number.is_integer():

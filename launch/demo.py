@@ -1,6 +1,6 @@
-"""The way through, end to end: plan, write images, extract, train on emulated GPUs and for real, sample, read them.
+"""Show the whole way: plan, write images, extract, train on emulated GPUs and on the CPU, sample, and read the samples.
 
-Every step is the command that a user types; each is shown before it runs.
+Every step is a command that a user types. Each is shown before it runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GPU = "a40"
 
 
 class Demo:
-    """Runs commands in the repository's root, and keeps what they took for the closing table."""
+    """Runs commands in the repository's root, and keeps their times for the closing table."""
 
     def __init__(self, folder: Path, extra: list[str]) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class Demo:
         self.config = ["--config", RECIPE, *(part for override in self.overrides for part in ("--set", override))]
 
     def run(self, what: str, *command: str) -> None:
-        """Run one command, shown first; end the demo with its status where it fails."""
+        """Show and run one command. If it fails, the demo ends with its exit status."""
         log.err.rule(f"[bold]{len(self.took) + 1} of {STEPS}: {what}[/bold]", align="left")
         log.err.print(f"$ {shlex.join(command)}", style="dim", soft_wrap=True, highlight=False)
         began = time.perf_counter()
@@ -66,7 +66,7 @@ class Demo:
         self.took[what] = time.perf_counter() - began
 
     def read(self, name: str) -> Any:
-        """A JSON report that a command left in the folder."""
+        """Read a command's JSON report."""
         return json.loads((self.folder / name).read_text())
 
 
@@ -102,9 +102,9 @@ def main() -> None:
 
 
 def _emulate(demo: Demo) -> None:
-    """Train the run's first steps on two GPUs that are not there."""
+    """Train the run's first steps on two emulated GPUs."""
     output = demo.folder / "emulated"
-    shutil.rmtree(output, ignore_errors=True)  # of a demo before
+    shutil.rmtree(output, ignore_errors=True)  # left by an earlier demo
     launcher = f"{cuda_python()} -W ignore -m torch.distributed.run --standalone --nproc-per-node 2".split()
     few = {"output": output, "train.steps": 3, "train.checkpoint_every": 3, "train.warmup_steps": 0}
     others = [each for each in demo.overrides if each.partition("=")[0] not in few]
@@ -114,7 +114,7 @@ def _emulate(demo: Demo) -> None:
 
 
 def _planned(demo: Demo) -> int:
-    """Bytes that torch reserves for two steps of the run, as a plan finds them."""
+    """Bytes that a plan says torch reserves for two steps of the run."""
     run, _ = latest(demo.folder / "emulated")
     assert run is not None
     request = StepRequest(
@@ -122,23 +122,23 @@ def _planned(demo: Demo) -> int:
         batch=largest_batch_shape(FeatureStore.open(demo.folder / "features")),
         strategy=Strategy.model_validate(demo.read("emulated/receipt.json")["strategy"]),
     )
-    with EmulatedGpus(catalog.gpu(GPU), 1, expandable_segments=False) as gpus:  # as the launcher leaves it
+    with EmulatedGpus(catalog.gpu(GPU), 1, expandable_segments=False) as gpus:  # as the launcher sets it
         return gpus.attempt(request).peak_reserved_bytes
 
 
 def _sample(demo: Demo) -> Path:
-    """A grid of the ten digits, and a hundred samples for the reader."""
+    """Sample a grid of the ten digits, and a hundred samples for the classifier."""
     command = ("bigdit", "sample", "--checkpoint", str(demo.folder / "run"), "--guidance", GUIDANCE, "--size", "8x8")
     for name, count in (("grid", len(digits.WORDS)), ("samples", SAMPLES)):
         captions = demo.folder / f"{name}.txt"
         write_text(captions, "".join(digits.caption(i % len(digits.WORDS)) + "\n" for i in range(count)))
-        shutil.rmtree(demo.folder / name, ignore_errors=True)  # of a demo before
+        shutil.rmtree(demo.folder / name, ignore_errors=True)  # left by an earlier demo
         demo.run(f"sample {count}", *command, "--captions", str(captions), "--out", str(demo.folder / name))
     return demo.folder / "grid" / "grid.png"
 
 
 def _read_samples(folder: Path) -> int:
-    """How many samples an independent classifier reads as the digit that was asked for."""
+    """How many samples an independent classifier reads as the requested digit."""
     rows = json.loads((folder / "samples.json").read_text())["images"]
     images = [np.asarray(Image.open(folder / row["file"])) for row in rows]
     asked = [digits.WORDS.index(row["caption"].split()[-1]) for row in rows]

@@ -1,9 +1,9 @@
-"""Scikit-learn's 1,797 handwritten digits as PNG files or videos, and classifiers that read digits and their ways.
+"""Scikit-learn's 1,797 handwritten digits as PNG files or videos, and classifiers for digits and their movement.
 
-Real images without a download. With captions they are padded to three aspect ratios in turn (8 × 8, 8 × 12 and 12 × 8
-pixels, height × width), so that buckets are used; by class they are 8 × 8, in a folder a digit. Videos are animated
-WebP files with captions: 5 frames of 12 × 12 pixels, 8 a second, in which a digit of 8 × 8 goes to the left, the right,
-up or down, one pixel a frame, through the middle.
+They are real images that need no download. With captions they are padded to three aspect ratios in turn: 8 × 8, 8 ×
+12 and 12 × 8 pixels (height × width). So a run has several buckets. By class they are 8 × 8, in a folder a digit.
+Videos are animated WebP files with captions: 5 frames of 12 × 12 pixels at 8 frames a second. In each a digit of 8 ×
+8 moves through the middle by one pixel a frame: left, right, up or down.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Video = npt.NDArray[np.uint8]
 
 
 def caption(digit: int) -> str:
-    """The caption of an image of this digit, and asked for when sampling."""
+    """The caption of a digit, in training and in sampling."""
     return f"a handwritten {WORDS[digit]}"
 
 
 def write_digits(folder: Path) -> int:
-    """Write all digits into `folder`; returns their count."""
+    """Write all digits into `folder`. Returns their count."""
     folder.mkdir(parents=True, exist_ok=True)
     digits = load_digits()
     images = np.round(digits.images * (255 / INK)).astype(np.uint8)
@@ -47,7 +47,7 @@ def write_digits(folder: Path) -> int:
 
 
 def write_classes(folder: Path) -> int:
-    """Write all digits into a folder of each class, `seven/0007.png`; returns their count."""
+    """Write each digit into its class's folder, as in `seven/0007.png`. Returns their count."""
     digits = load_digits()
     images = np.round(digits.images * (255 / INK)).astype(np.uint8)
     for i, (image, digit) in enumerate(zip(images, digits.target, strict=True)):
@@ -58,7 +58,7 @@ def write_classes(folder: Path) -> int:
 
 
 def read_digits(images: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
-    """What a support vector machine, fitted on the real digits alone, reads in images [8, 8]."""
+    """Read digits in images [8, 8] by a support vector machine that was fitted to the real digits alone."""
     digits = load_digits()
     reader = SVC(gamma=0.001).fit(digits.data, digits.target)
     ink = np.stack([image.astype(np.float64).ravel() * (INK / 255) for image in images])
@@ -66,7 +66,7 @@ def read_digits(images: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
 
 
 def moving(image: npt.NDArray[np.uint8], way: str) -> Video:
-    """A digit that moves."""
+    """The frames of a moving digit."""
     video = np.zeros((FRAMES, SIDE, SIDE), np.uint8)
     middle = (SIDE - len(image)) // 2
     for number, frame in enumerate(video):
@@ -76,7 +76,7 @@ def moving(image: npt.NDArray[np.uint8], way: str) -> Video:
 
 
 def videos() -> list[tuple[Video, int, str]]:
-    """All of them, with digit and way; the ways interleaved."""
+    """All videos with digit and direction; the directions are interleaved."""
     digits, ways = load_digits(), list(WAYS)
     images = np.round(digits.images * (255 / INK)).astype(np.uint8)
     chosen = [ways[number % len(ways)] for number in range(len(images))]
@@ -85,7 +85,7 @@ def videos() -> list[tuple[Video, int, str]]:
 
 
 def write_videos(folder: Path) -> int:
-    """Write all of them into `folder`; returns their count."""
+    """Write all videos into `folder`. Returns their count."""
     folder.mkdir(parents=True, exist_ok=True)
     written = videos()
     for number, (video, digit, way) in enumerate(written):
@@ -97,7 +97,7 @@ def write_videos(folder: Path) -> int:
 
 
 def read_ways(found: Sequence[Video]) -> list[str]:
-    """Where a support vector machine, fitted on the real videos alone, sees digits move."""
+    """Read directions by a support vector machine that was fitted to the real videos alone."""
     real = videos()
     reader = SVC().fit([video.ravel() / 255 for video, _, _ in real], [way for _, _, way in real])
     return [str(way) for way in reader.predict([video.ravel() / 255 for video in found])]

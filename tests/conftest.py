@@ -1,4 +1,4 @@
-"""What tests share: the digits as images, a feature store of some of them, and tiny runs."""
+"""Fixtures that all tests share: the digits as images, a cache of their features, and a finished tiny run."""
 
 import fcntl
 import gc
@@ -10,47 +10,45 @@ import tempfile
 import pytest
 import warm
 
-# A thread more for each of two workers and their processes is more than there are cores: torch's threads then wait for
-# each other, for seconds a step.
+# Two workers and their processes fill the cores. With more threads, torch's threads wait for each other, seconds a
+# step.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Runs take the cores that they find: their threads wait for each other asleep, not by spinning on a core that another
-# process has, which took up to a hundred times the work.
+# Waiting threads sleep. Threads that spin on a core that another process has took up to a hundred times the work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Receipts of runs that tests take, or make up, are none that the user's own plans are to learn from; and what programs
-# leave behind in TMPDIR, as torchrun does a folder of logs, ends with the tests.
+# Plans of the user must not learn from receipts that tests take or make up. What programs leave in TMPDIR, as torchrun
+# leaves a folder of logs, is deleted with the tests.
 os.environ.pop("BIGDIT_RECEIPTS", None)
 if "PYTEST_XDIST_WORKER" not in os.environ:
     OWN = tempfile.TemporaryDirectory(prefix="bigdit-")  # short: Ray's sockets lie in it
     os.environ |= {"TMPDIR": OWN.name, "XDG_DATA_HOME": f"{OWN.name}/data"}
-# A shell has what it starts in the background ignore Ctrl-C, and so all that tests start: they are to hear it.
+# A shell lets its background processes ignore Ctrl-C. Tests, and what they start, must receive it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, run_ranks, with_set
 from hypothesis import settings
 
-# Whatever tests start finds the environment's own programs first.
+# What tests start finds this environment's programs first.
 os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 
-# Tests, and what they start, import what an earlier process compiled, whatever the shell says: to compile bigdit again
-# took a third of a short run's time.
+# Tests and what they start import bytecode that is already there. To compile bigdit again took a third of a short run.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# How long an example takes is this machine's business: other work on it must not fail a test.
+# An example may take as long as it needs: other work on this machine must not fail a test.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
 def pytest_configure(config):
-    """What tests start is there at once; pytest's own workers are started as ever."""
+    """Let what tests start be cloned from a warm process. pytest's own workers start as usual."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses"):
         warm.take_place()
 
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory):
-    """Has a folder made by the first of pytest's workers that wants it: none of their tests changes it."""
+    """A folder that the first worker to ask for it makes. No test changes it."""
     own = tmp_path_factory.getbasetemp()
     base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
@@ -68,7 +66,7 @@ def once(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own_cache(tmp_path_factory):
-    """Of a module that asks for it nothing is kept from before, and nothing afterwards."""
+    """An empty plan cache for the modules that ask for it."""
     from gpus import empty_cache
 
     with pytest.MonkeyPatch.context() as patch:
@@ -115,8 +113,8 @@ def trained(once, features):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """One worker runs the tests that share what their module makes, else both would make it. The longest come first, so
-    that no worker is left with one of them when the others have ended: tests of the whole, these groups, slow ones."""
+    """Group the tests of a module whose fixture they share, so that one worker makes it. Put the longest tests first,
+    so that no worker still runs one when the others have ended."""
     for item in items:
         made = [each for found in item._fixtureinfo.name2fixturedefs.values() for each in found]
         if any(each.scope == "module" for each in made) and item.get_closest_marker("xdist_group") is None:
@@ -131,16 +129,16 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collectstart():
-    gc.disable()  # what is imported is no garbage: to look through it time and again takes a third of the time
+    gc.disable()  # imports leave no garbage: looking for it takes a third of the time
 
 
 def pytest_collection_finish():
-    gc.freeze()  # the collections of all tests pass over what was imported
+    gc.freeze()  # later collections skip what was imported
     gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What tests recorded as `found` is said at the end: how far predictions are off, where they hold too."""
+    """Print what tests recorded as `found`, such as the errors of predictions."""
     reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
     printed = [value for report in reports for name, value in report.user_properties if name == "found"]
     if printed:

@@ -1,10 +1,10 @@
-"""Extraction and training under kills, signals, damage, full disks and company: nothing is lost, nothing is silent, and
-what comes of them equals, to the bit, what comes of them undisturbed.
+"""Extraction and training under kills, signals, damage, full disks and concurrent commands: nothing is lost, no loss is
+silent, and the results equal undisturbed ones to the bit.
 
     BIGDIT_ROUNDS=1000 BIGDIT_SEED=0 pytest tests/test_disturbed.py
 
-A round is a store, a run and a few disturbances of them, the last of which is a signal; then the same commands run to
-their ends. The same seed draws the same rounds; at which moment of a process a signal arrives is up to the machine.
+A round has a store, a run, and a few disturbances, the last of which is a signal. Then the same commands run to their
+ends. The same seed draws the same rounds, but the moment at which a signal arrives is up to the machine.
 """
 
 import json
@@ -42,7 +42,7 @@ from bigdit.store.lease import WorkerName, all_leases, remove_left
 ROUNDS, SEED = (int(os.environ.get(f"BIGDIT_{name}", usual)) for name, usual in (("ROUNDS", 4), ("SEED", 0)))
 PARTS, ROOM = 2, "size=1g"
 IMAGES, STEPS, CHANGES, SECONDS = 40, 10, {"extract": 50, "train": 240}, 4.0
-"""Of an undisturbed command: names that come and go in its folder, and seconds, are about so many."""
+"""What an undisturbed command takes: about so many changes of names in its folder, and so many seconds."""
 SAVING = (f"train.steps={STEPS}", "train.checkpoint_every=2", "train.export_every=4", "strategy.ema={decay: 0.9}")
 SMALL = (*TINY, *SAVING, "data.part_size=4", "strategy.micro_batch_size=4", "strategy.global_batch_size=8")
 COURSES = {
@@ -57,7 +57,7 @@ NAMES = st.sampled_from(["extract", "train", "train"])
 
 
 class World:
-    """Digits, and what extraction and trainings make of them when nobody disturbs them."""
+    """Digits, and what undisturbed extraction and training make of them."""
 
     def __init__(self, once, images):
         def make(folder):
@@ -78,7 +78,7 @@ class World:
         assert done.returncode == 0, done.stderr
 
     def _course(self, name):
-        """Of a run: what its checkpoint of each step holds; its rows, its exports, its output."""
+        """A run's course: each checkpoint's content, its rows, its exports and its output."""
         asked = ("train", name, self.features, "train.keep_checkpoints=99", "train.checkpoint_every=1")
         output = self.once(f"disturbed-{name}", lambda folder: self.does(*asked, f"output={folder}"))
         held = {step: on.held_in(output, step) for step in steps_of(output)}
@@ -87,18 +87,18 @@ class World:
 
 
 class Disturbed(stateful.RuleBasedStateMachine):
-    """A store and a run, which are never left done."""
+    """A store and a run that are disturbed before they are done."""
 
     def __init__(self):
         super().__init__()
-        self.draw = next(self.draws)  # hypothesis draws what happens: of numbers it likes those that it drew before
+        self.draw = next(self.draws)  # hypothesis draws what happens: it likes to draw numbers again
         self.course = self.world.course(self.draw.choices(["single", "fsdp2", "zero2"], [8, 2, 1])[0])
         self.ending, self.may_mount, self.complete = ExitStack(), False, False
         self.folder = Path(self.ending.enter_context(tempfile.TemporaryDirectory(prefix="disturbed-")))
         self.disk = self.folder / "disk"
         try:
             self.may_mount = bool(self.ending.enter_context(mounted(self.disk, ROOM)))
-        except pytest.skip.Exception as why:  # all but full disks is tried
+        except pytest.skip.Exception as why:  # all disturbances but full disks have been tried
             warnings.warn(f"no full disks: {why}", stacklevel=1)
         self.ending.callback(on.none_left, kill=True)
         self.store, self.output, self.parts, self.vanished = self.disk / "features", self.disk / "run", set(), set()
@@ -117,14 +117,15 @@ class Disturbed(stateful.RuleBasedStateMachine):
         return self.runs(*words, cold=cold)
 
     def moment(self, name):
-        """After so many changes of a command's folder, or now and then after a time alone."""
+        """A moment to disturb: after some changes in a command's folder, or sometimes after a time alone."""
         if self.draw.random() < 0.25:
             return 0, self.draw.uniform(0, SECONDS)
         left = max(STEPS - self.newest, 1) / STEPS if name == "train" else 1
         return self.draw.randint(1, int(CHANGES[name] * left)), self.draw.choice([0, 0.02, 0.2]) * self.draw.random()
 
     def underway(self, name, *, saved=False):
-        """Have something be left to do: for a training, which has a store; for an extraction. `saved`: a checkpoint."""
+        """Leave something to do: for a training, which needs a store, or for an extraction. `saved`: with a
+        checkpoint."""
         if name == "train":
             self.extracts()
             if self.newest == STEPS:
@@ -146,7 +147,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
 
     @stateful.invariant()
     def nothing_is_lost(self, but=0):
-        """Every visible part, checkpoint (`but` one) and export is whole and right, and none is gone."""
+        """Every visible part, checkpoint (`but` one) and export is whole and right, and none is missing."""
         on.none_left()
         parts = {file.name: file.read_bytes() for file in self.store.glob("part-*")}
         assert self.parts <= parts.keys(), "a part is lost"
@@ -160,7 +161,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
         self.parts, self.newest, self.saved = set(parts), max(steps, default=0), self.saved | {*steps}
 
     def extracts(self):
-        """The same extraction ends well, every part is equal to the byte, and nothing of the dead is left."""
+        """The same extraction succeeds, every part is equal to the byte, and killed ones leave nothing behind."""
         if self.complete:
             return
         self.start("extract").ends(0)
@@ -176,8 +177,8 @@ class Disturbed(stateful.RuleBasedStateMachine):
         self.vanished, self.complete = set(), True
 
     def trains(self, last=None, *, rows=True):
-        """The same training ends well, or `last` did: equal to an undisturbed one, and nothing is left of its attempts.
-        A new one may begin."""
+        """The same training succeeds, or `last` did. It equals an undisturbed one, and its attempts leave nothing
+        behind. A new one may begin."""
         self.extracts()
         last = last or self.start("train")
         last.ends(0)
@@ -187,7 +188,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
             self.output / "checkpoints/latest",
             steps_of(self.output),
         )
-        done = "steps already" in printed  # nothing was left to train, to measure, to save and to prune
+        done = "steps already" in printed  # nothing was left to train, measure, save or prune
         assert (done and "saved last" in printed and not latest.exists()) or latest.read_text() == f"step-{STEPS:08d}\n"
         assert on.exports_of(self.output) == self.course.exports
         assert not rows or rows_of(self.output) == self.course.rows
@@ -210,7 +211,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
     def one_is_ended(self, name, signum):
         self.underway(name)
         whom, hit, before = self.draw.choice(["a process", "all", "the command"]), [], rows_of(self.output)
-        if name == "extract" and signum != KILL:  # as a terminal sends Ctrl-C, and SLURM and people the others
+        if name == "extract" and signum != KILL:  # a terminal sends Ctrl-C, SLURM and people the others
             signum, whom = self.draw.choice([(INT, "all"), (signal.SIGTERM, "the command")])
         command = self.start(name, cold=signum in (KILL, signal.SIGTERM) and self.draw.random() < 0.03)
         if command.until(*self.moment(name), clock=self.draw if self.draw.random() < 0.2 else None):
@@ -226,7 +227,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
         self.seen[f"{name}: {signum.name} to {whom}", how] += 1
 
     def after_a_signal(self, command, signum, before):
-        """How a signalled training ended: one of the ways that are stated."""
+        """A signalled training ends in one of the documented ways."""
         lost, early = f"was ended by {signum.name}", "ended before a step was taken"
         status = command.ends(0, -signum, 128 + signum, refused=lambda _: lost in command.text())
         text, saved = command.text(), f"{signum.name}: saved"
@@ -242,7 +243,8 @@ class Disturbed(stateful.RuleBasedStateMachine):
 
     @rule(name=NAMES, hangs=st.booleans())
     def two_run_at_once(self, name, hangs):
-        """Side by side, or one is stopped, for longer than the other waits, and goes on when the other has ended."""
+        """Run two side by side, or stop one for longer than the other waits, and continue it when the other has
+        ended."""
         self.underway(name)
         both = [self.start(name)]
         if both[0].until(*self.moment(name)) and hangs:
@@ -276,8 +278,8 @@ class Disturbed(stateful.RuleBasedStateMachine):
 
     @rule(what=st.sampled_from(["store", "output", "times", "latest", "keeping", "machine", "processes"]))
     def something_changes(self, what):
-        """Folders move, clocks jump, `latest` is lost, fewer checkpoints are kept, or a machine is gone with its parts
-        half-written: they are worked around, and kept."""
+        """Folders move, clocks jump, `latest` is lost, fewer checkpoints are kept, or a machine is lost with
+        half-written parts. The commands work around it, and keep what there is."""
         if what == "times":
             on.set_times(self.disk, self.draw)
         elif what == "latest":
@@ -300,7 +302,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
         self.seen["changed", what] += 1
 
     def goes_on_elsewhere(self, first, second):
-        """On another number of processes than it was killed on."""
+        """Resume on another number of processes than before the kill."""
         self.extracts()
         output, course = self.disk / "elsewhere", self.world.course(second)
         command = self.start("train", output, first)
@@ -313,14 +315,15 @@ class Disturbed(stateful.RuleBasedStateMachine):
         assert np.allclose([row[1] for row in rows], [row[1] for row in course.rows], rtol=1e-4, atol=0)
         assert found.keys() == right.keys()
         far = {name: np.abs(found[name] - right[name]).max() for name in right}
-        # The true gradient of keys' biases is 0: Adam makes steps of what is left of rounding.
+        # The true gradient of keys' biases is 0: Adam makes steps of rounding errors.
         assert max(off for name, off in far.items() if not name.endswith("to_k.bias")) <= 1e-4, far
         assert not list(output.rglob(".tmp-*"))
         shutil.rmtree(output)
 
     @rule(of=st.sampled_from(["a run", "a run", "a store", "an unfinished store"]))
     def a_file_is_damaged(self, of):
-        """Of a run that has a checkpoint, of a store that a training reads, beside the parts of an unfinished one."""
+        """Damage a file: of a run with a checkpoint, of a store that a training reads, or beside an unfinished
+        store's parts."""
         name, root = "train" if of != "an unfinished store" else "extract", self.output if of == "a run" else self.store
         self.extracts()
         self.underway(name, saved=of == "a run")
@@ -338,8 +341,8 @@ class Disturbed(stateful.RuleBasedStateMachine):
             last.ends(0)
         unread = hurt and (ended == "went on" or self.newest > hurt) and folder_of(root, hurt).exists()
         if of != "a run" or unread or ("exports/" in path and ".tmp-" not in path):
-            on.bring_back(file, whole)  # nobody has read it
-        if path == "metrics.jsonl":  # every row is there once, and right; or its loss was said
+            on.bring_back(file, whole)  # no process has read it
+        if path == "metrics.jsonl":  # every row is there once, and right; or its loss was logged
             rows, printed = rows_of(root), first.text().replace("\n", "")
             assert rows == self.course.rows or path in printed, f"nothing was said of {rows}: {printed}"
             assert {*rows} <= {*self.course.rows} or "was changed: its rows" in printed, rows
@@ -349,7 +352,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
         self.seen[f"{of}, {re.sub('[0-9]+', 'N', path)}: {how}", ended] += 1
 
     def mended(self, refused, file, whole, how):
-        """Do what the refusal says of a checkpoint, or what the documents say of a part; or bring the file back."""
+        """Do what the message says about a checkpoint, or what the docs say about a part, or restore the file."""
         advice = re.search(r"write (step-\d+) into (\S+)", refused.text())
         if advice and self.draw.random() < 0.7:
             Path(advice[2]).write_text(f"{advice[1]}\n")

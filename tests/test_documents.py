@@ -1,4 +1,4 @@
-"""YAML and JSON of users: what is beyond the limits is one line, at once, wherever it is handed in."""
+"""YAML and JSON of users beyond the limits: each ends at once in one line, at every place that reads them."""
 
 import json
 import os
@@ -28,13 +28,13 @@ PLAIN = st.recursive(
 
 
 def laughs(levels=30, width=9):
-    """A document of `levels` short lines, each an alias of the one before it `width` times over."""
+    """A document of `levels` short lines. Each aliases the one before it `width` times."""
     lines = ["a0: &a0 [" + "lol, " * width + "]"]
     return "\n".join(lines + [f"a{i}: &a{i} [{f'*a{i - 1}, ' * width}]" for i in range(1, levels)])
 
 
 def merges(levels=30, width=9):
-    """The same by merge keys."""
+    """The same with merge keys."""
     lines = ["a0: &a0 {x: 1, y: 2}"]
     return "\n".join(lines + [f"a{i}: &a{i} {{<<: [{f'*a{i - 1}, ' * width}]}}" for i in range(1, levels)])
 
@@ -79,7 +79,7 @@ JSON = {
 
 
 def refusal(read, *arguments):
-    """The one line of a refusal that came at once."""
+    """The line of a refusal, which came at once."""
     began = time.process_time()
     with pytest.raises((UserError, ValueError)) as caught:
         read(*arguments)
@@ -128,7 +128,7 @@ DEEP = "nested too deeply: 64 levels are the most"
 
 
 def test_every_document_of_a_user_is_read_within_the_limits(tmp_path):
-    """By each door: the file is named, and the reason is the one above."""
+    """Each place names the file, with the reason above."""
     (tmp_path / "run.yaml").write_text(
         "model:\n  kwargs:\n" + "\n".join(f"    {line}" for line in laughs().splitlines())
     )
@@ -156,7 +156,7 @@ def test_every_document_of_a_user_is_read_within_the_limits(tmp_path):
         (tmp_path / f"receipts/{number}.json").write_text(text)
     found, notices = read_receipts([tmp_path / "receipts"])
     assert (found, len(notices)) == ([], 3)
-    assert notices[0] == f"{tmp_path}/receipts/0.json is no receipt and was passed over: it is {DEEP}"
+    assert notices[0] == f"{tmp_path}/receipts/0.json is no receipt and was ignored: it is {DEEP}"
 
 
 def test_a_pipe_in_a_document_s_place_is_not_waited_for(tmp_path):

@@ -1,4 +1,4 @@
-"""Odd environments: output that cannot be written, no home, no more processes, little memory. Each ends in a line."""
+"""Odd environments: output that cannot be written, no home, no more processes, little memory. Each ends in one line."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ TRAIN = ROOT / "launch/train.py"
 
 
 def shell(line, *command, **environment):
-    """Run a command by a line of the shell, in which it is "$@"."""
+    """Run a command in a line of the shell, where it is "$@"."""
     return run_command("sh", "-c", line, "sh", *command, **environment)
 
 
 def one_line(done, status=EXIT_USER):
-    """What follows `error: ` where that line is all that was said."""
+    """The text after `error: `, if that line is the whole output."""
     assert done.returncode == status, done.stderr
     assert done.stderr.startswith("error: "), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr

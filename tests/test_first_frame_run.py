@@ -1,4 +1,4 @@
-"""Models of videos that begin with an image, from files to samples: what they are fed is what their pipeline makes."""
+"""Video models that start from an image, from files to samples: they are fed what their pipeline makes."""
 
 import copy
 import json
@@ -45,7 +45,7 @@ KWARGS = {
 
 @pytest.fixture(scope="module")
 def encoded(tmp_path_factory):
-    """The folder of a run over four clips whose features are made, and its pipeline without a transformer."""
+    """The folder of a run over four encoded clips, and its pipeline without a transformer."""
     folder = tmp_path_factory.mktemp("first")
     torch.manual_seed(0)
     vae = wan(halved=True).eval()
@@ -71,7 +71,7 @@ def of_pipeline(pipeline, frame):
 
 
 def frame_of(path):
-    """As extraction has it: of the file, in its bucket."""
+    """The file's first frame in its bucket, as extraction has it."""
     _, pixels = bucket_pixels(first_image(path), [(16, 32)], "rgb")
     return Image.fromarray(pixels.transpose(1, 2, 0))
 
@@ -82,8 +82,8 @@ def test_batches_are_what_the_pipeline_makes_to_the_bit(encoded):
     assert {name: store.schema.first_frame[name] for name in ("mask", "tokens", "dim")} == {
         "mask": 2, "tokens": 257, "dim": 8,
     }  # fmt: skip
-    reader = BatchReader(store, 4, 1.0, pinned=False)  # captions are dropped, and first frames are not
-    for _ in range(2):  # in memory that is used again, too
+    reader = BatchReader(store, 4, 1.0, pinned=False)  # captions are dropped, first frames are not
+    for _ in range(2):  # also in memory that is used again
         batch = reader.read(SHAPE, *torch.tensor([[0, 0, 0, 0], [3, 0, 2, 1]]).numpy(), [1, 2, 3, 4])
         assert set(batch.extras) == {"image_condition", "image_embeds"}
         for place, number in enumerate([3, 0, 2, 1]):
@@ -143,17 +143,17 @@ def test_the_pipeline_draws_with_exported_adapters_as_training_would(encoded):
     without = drawn(base)
     trained = drawn(Sampler(checkpoint, torch.device("cpu")).model().float())
     exported = folder / "lora/exports/step-00000002/transformer"
-    of_comfyui = drawn(copy.deepcopy(base), exported, "comfyui_lora_weights.safetensors")  # which diffusers reads too
+    of_comfyui = drawn(copy.deepcopy(base), exported, "comfyui_lora_weights.safetensors")  # diffusers reads it, too
     loaded = drawn(base, exported)
     assert torch.equal(of_comfyui, loaded)
-    assert (loaded - trained).norm() < 0.02 * (loaded - without).norm()  # adapters that are rounded, too
+    assert (loaded - trained).norm() < 0.02 * (loaded - without).norm()  # its adapters are rounded, too
     assert (loaded - without).abs().max() > 0.01
     names = {name.rsplit(".lora_", 1)[0].split(".", 1)[1] for name in base.state_dict() if "lora_A" in name}
-    assert {name for name in names if "attn2.add_" in name}  # those that see the image, too
+    assert {name for name in names if "attn2.add_" in name}  # also those that see the image
 
 
 def test_videos_on_the_way_are_those_that_are_drawn_of_the_checkpoint(encoded):
-    """Each begins with its own image, with guidance away from it too."""
+    """Each begins with its own image, also with guidance."""
     folder, _ = encoded
     for number in range(2):
         frame_of(folder / f"clips/{number}.mp4").save(folder / f"begins-{number}.png")
@@ -173,7 +173,7 @@ def test_videos_on_the_way_are_those_that_are_drawn_of_the_checkpoint(encoded):
 
 
 def stills(folder):
-    """The image of frames that a run would make of these two videos."""
+    """The images of frames that a run would make of these two videos."""
     videos = []
     for number in range(2):
         with Image.open(folder / f"{number:05d}.webp") as video:
@@ -190,6 +190,18 @@ def test_images_to_begin_with_that_cannot_be_read_are_named_before_training(enco
         assert done.returncode == 1
         assert "samples.images: none.png cannot be read: [Errno 2] No such file" in " ".join(done.stderr.split())
     assert not (folder / "none/metrics.jsonl").exists()
+
+
+def test_a_store_without_first_frames_is_refused_in_one_line(encoded, tmp_path):
+    folder, _ = encoded
+    plain = ("encoders.first_frame=null", "model.kwargs.image_dim=null", "model.kwargs.added_kv_proj_dim=null")
+    config, store = ("--config", folder / "run.yaml"), f"data.features={tmp_path}"
+    done = bigdit("extract", *config, *with_set([*plain, "model.kwargs.in_channels=4", store]))
+    assert done.returncode == 0, done.stderr
+    refused = in_process("train", "--dry-run", *config, *with_set([store]))
+    assert [" ".join(line.split()) for line in refused.stderr.split("error: ")[1:]] == [
+        f"data.features: {tmp_path} does not fit: it was encoded without first frames, and encoders.first_frame is set"
+    ]
 
 
 def test_what_does_not_fit_is_refused(encoded):

@@ -1,4 +1,4 @@
-"""bigdit, and what it imports, is what was started, whatever lies in the folder where people are."""
+"""What starts is this bigdit and its own imports, whatever lies in the current folder."""
 
 import warm
 from commands import BIN, DIGITS, SINGLE, TINY, environment_with, with_set
@@ -6,7 +6,7 @@ from gpus import empty_cache
 
 
 def test_no_process_takes_another_checkout_or_a_module_of_the_users_for_its_own(images, tmp_path):
-    """Not those of emulated GPUs, those that encode, nor those that train."""
+    """It holds for processes of emulated GPUs, of encoders and of training."""
     (tmp_path / "bigdit").mkdir()
     (tmp_path / "bigdit/__init__.py").write_text("raise SystemExit('of another checkout')")
     (tmp_path / "random.py").write_text("raise SystemExit('of the user')")

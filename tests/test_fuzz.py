@@ -1,4 +1,4 @@
-"""Whatever a person writes is answered in time, and without a traceback: some of what benchmarks/fuzz.py draws."""
+"""Whatever a person writes is answered in time and without a traceback: a part of benchmarks/fuzz.py."""
 
 import fuzz
 import pytest
@@ -34,7 +34,7 @@ def test_what_is_no_answer_is_found(monkeypatch, written, limit, fault):
 
 
 def test_what_is_drawn_reaches_the_keys_of_a_config():
-    """A place for each of its values, sections too."""
+    """There is a place for each value of a config, sections too."""
     keys = list(fuzz.places({"a": [1, {"b": 2}], "c": {}}))
     assert keys == [(), ("a",), ("a", 0), ("a", 1), ("a", 1, "b"), ("c",)]
     assert ("train", "steps") in set(fuzz.places(yaml.safe_load(yaml.safe_dump(fuzz.RECIPE))))

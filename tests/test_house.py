@@ -1,7 +1,5 @@
-"""The house is as ARCHITECTURE.md has it: no circle of imports, and every layer says what it is.
-
-Which layer imports from which is import-linter's (setup.cfg).
-"""
+"""The package is as ARCHITECTURE.md describes it: no import cycles, and every layer has a docstring. import-linter
+checks which layer imports which (setup.cfg)."""
 
 import ast
 import os
@@ -19,17 +17,15 @@ PACKAGE = ROOT / "bigdit"
 
 
 def circles(imports):
-    """The groups of modules that import each other, directly or through others of the group, of {module: imported}.
-
-    Two modules are in one group where each is reached from the other.
-    """
+    """The groups of modules that import each other, given {module: imported}. Two modules are in a group if each
+    reaches the other."""
     reached = {module: _reached(module, imports) for module in imports}
     groups = {frozenset(other for other in reached[module] if module in reached[other]) for module in imports}
     return [sorted(group) for group in groups if group]
 
 
 def _reached(module, imports):
-    """All modules that are imported when this one is, itself only where a circle comes back to it."""
+    """All modules that an import of this one imports; itself only within a cycle."""
     found, waiting = set(), list(imports[module])
     while waiting:
         each = waiting.pop()
@@ -40,20 +36,20 @@ def _reached(module, imports):
 
 
 def named():
-    """The layers of setup.cfg, as import-linter holds them."""
+    """The layers that import-linter holds, in setup.cfg."""
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     return config["importlinter:contract:layers"]["layers"].replace(":", " ").split()
 
 
 def layers():
-    """The files that speak for the layers of setup.cfg, and for the folders within them."""
+    """The files whose docstrings describe the layers, and their subfolders."""
     alone = [(ROOT / name.replace(".", "/")).with_suffix(".py") for name in named()]
     return sorted([*PACKAGE.rglob("__init__.py"), *(file for file in alone if file.exists())])
 
 
 def test_scripts_that_are_asked_for_help_run_nothing():
-    """All parse what they are asked for."""
+    """Scripts that are asked for help run nothing, since all parse their arguments first."""
     scripts = {file: file.read_text() for file in (ROOT / "benchmarks").glob("*.py")}
     started = {file.stem for file, text in scripts.items() if "__main__" in text and "ArgumentParser(" not in text}
     assert not started
@@ -62,7 +58,7 @@ def test_scripts_that_are_asked_for_help_run_nothing():
 def test_no_two_files_import_each_other():
     graph = grimp.build_graph("bigdit")
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    assert "bigdit.emulator.inside.libraries" in imports["bigdit.emulator.inside.values"]  # relative ones are seen, too
+    assert "bigdit.emulator.inside.libraries" in imports["bigdit.emulator.inside.values"]  # also relative imports
     assert len(imports) > 250
     assert circles(imports) == []
 
@@ -88,7 +84,7 @@ WITHOUT_WEIGHTS = re.compile(r"(tokenizer|processor|config_class)$", re.IGNORECA
 
 
 def unsafe(source):
-    """The calls of a source that unpickle, or that may run what a folder of weights holds."""
+    """Calls in a source that unpickle, or that may run code from a folder of weights."""
     found = []
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         name, printed = ast.unparse(call.func), {each.arg: ast.unparse(each.value) for each in call.keywords}
@@ -129,8 +125,8 @@ def test_an_unsafe_call_would_be_found(source, calls):
 
 
 def test_a_wheel_has_every_file():
-    """Python's come along where there is an __init__.py beside them; all others, and those of folders without one, by
-    setup.cfg's package_data."""
+    """Python files are included where there is an __init__.py beside them. Others must be in setup.cfg's
+    package_data."""
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     packed = {

@@ -1,4 +1,4 @@
-"""Image-to-video models of several families, from files to samples: what they are fed is what their pipeline makes."""
+"""Image-to-video models of several families, from files to samples: they are fed what their pipeline makes."""
 
 from types import SimpleNamespace
 
@@ -65,7 +65,7 @@ def of_ltx(pipeline, frame):
 
 
 def as_ltx(fed):
-    """Its first frame is among its latents, at a t of 0."""
+    """Its first frame is among its latents, at t = 0."""
     latents = fed["hidden_states"].transpose(1, 2).unflatten(2, (2, 2, 2))
     assert not fed["timestep"][:, :4].any()
     return latents, fed["encoder_attention_mask"], {"image_condition": latents}, fed["timestep"][:, -1]
@@ -78,14 +78,14 @@ def of_wan(pipeline, frame):
 
 
 def as_wan(fed):
-    """Its first frame is among its latents, at a t of 0."""
+    """Its first frame is among its latents, at t = 0."""
     assert fed["timestep"].shape == (1, 12)
     assert not fed["timestep"][:, :4].any()
     latents = fed["hidden_states"]
     return latents, None, {"image_condition": latents}, fed["timestep"][:, -1]
 
 
-# By pipeline: the transformer, the VAE, what it makes of a frame, what it feeds, and what its call is told.
+# By pipeline: the transformer, the VAE, what it makes of a frame, what it feeds, and what its call gets.
 CASES = {
     "HunyuanVideo15ImageToVideoPipeline": SimpleNamespace(
         class_name="HunyuanVideo15Transformer3DModel",
@@ -185,7 +185,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def encoded(request, tmp_path_factory):
-    """The case, the folder of a run over two clips whose features are made, and its pipeline."""
+    """The case, the folder of a run over two encoded clips, and its pipeline."""
     case, folder = CASES[request.param], tmp_path_factory.mktemp("begins")
     name = request.param.split()[0]
     torch.manual_seed(0)
@@ -203,13 +203,13 @@ def encoded(request, tmp_path_factory):
 
 
 def frame_of(folder, number, side):
-    """As extraction has it: of the clip, in its bucket."""
+    """The clip's first frame in its bucket, as extraction has it."""
     _, pixels = bucket_pixels(first_image(folder / f"clips/{number}.mp4"), [(side, side)], "rgb")
     return Image.fromarray(pixels.transpose(1, 2, 0))
 
 
 def test_batches_are_what_the_pipeline_makes(encoded, monkeypatch):
-    """Some draw from the VAE's distribution; a store has its mode."""
+    """Some pipelines draw from the VAE's distribution; a store has its mode."""
     case, folder, pipeline = encoded
     monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda found, generator=None: found.mode())
     store = FeatureStore.open(folder / "features")
@@ -286,7 +286,7 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained
         batch = Batch(latents, fed["encoder_hidden_states"], mask, (0,), extras)
         with torch.no_grad():
             found = family.predict(transformer, latents, t / 1000, batch)
-        if "LTX" in case.class_name:  # whose first frame is known
+        if "LTX" in case.class_name:  # its first frame is known
             answer = answer.transpose(1, 2).unflatten(2, (2, 2, 2))
             found, answer = found[:, :, 1:], answer[:, :, 1:]
         elif "Wan" in case.class_name:

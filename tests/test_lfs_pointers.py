@@ -1,4 +1,4 @@
-"""Files that a clone without `git lfs pull` lacks: each reader names the file, and says what brings it."""
+"""Files that a clone without `git lfs pull` lacks: each reader names the file and the command that fetches it."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What libraries say of their own code is not among a run's lines."""
+"""Libraries' warnings about their own code are not among a run's lines."""
 
 import sys
 import warnings
@@ -13,7 +13,7 @@ from bigdit import libraries
 
 @pytest.fixture
 def each_time():
-    """torch warns whenever there is a reason, and not once a process."""
+    """Make torch warn each time, not once a process."""
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     yield
@@ -23,7 +23,7 @@ def each_time():
 @pytest.mark.usefixtures("each_time")
 @pytest.mark.parametrize(("prepare", "heard"), [(lambda: None, 2), (libraries.prepare, 0)])
 def test_what_no_user_can_change_is_not_reported(prepare, heard):
-    """As PRX's pipeline is made, and queries of Krea 2 and Kandinsky 5 are normalised."""
+    """Such as in PRX's pipeline, and in norms of queries of Krea 2 and Kandinsky 5."""
     with warnings.catch_warnings(record=True) as printed:
         warnings.simplefilter("always")
         prepare()
@@ -33,7 +33,7 @@ def test_what_no_user_can_change_is_not_reported(prepare, heard):
 
 
 def test_what_is_imported_is_left_out_of_collections_to_the_end_and_not_at_it():
-    """At exit Triton tells of all that stays frozen as leaked, in forty lines."""
+    """Triton would report all frozen objects as leaked at exit, in forty lines."""
     code = (
         "import atexit, gc; from bigdit import libraries\n"
         "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"

@@ -1,4 +1,4 @@
-"""The memory that is this process's: all of the machine's, or less where a container or a scheduler says so."""
+"""The memory that this process may use: the machine's, or less by the limit of a container or a scheduler."""
 
 from bigdit.machine import memory_bytes
 from bigdit.units import GIB
@@ -12,13 +12,13 @@ def written(root, files):
 
 
 def test_without_a_limit_it_is_the_machine_s(tmp_path):
-    whole = memory_bytes(tmp_path)  # there are no control groups at all
+    whole = memory_bytes(tmp_path)  # without control groups
     assert whole > GIB
     unlimited = {"proc/self/cgroup": "0::/user.slice", "sys/fs/cgroup/user.slice/memory.max": "max"}
     assert memory_bytes(written(tmp_path, unlimited)) == whole
     first = {
         "proc/self/cgroup": "4:memory:/",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": 9223372036854771712,  # the first version's word for none
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": 9223372036854771712,  # version 1's word for no limit
     }
     assert memory_bytes(written(tmp_path, first)) == whole
 
@@ -40,7 +40,7 @@ def test_the_least_limit_of_all_groups_around_it(tmp_path):
 
 
 def test_the_first_version_s_groups(tmp_path):
-    """Where the container's name for its group is the host's, whose folders it does not see."""
+    """The container's name for its group is the host's, whose folders it does not see."""
     files = {
         "proc/self/cgroup": "12:cpu,cpuacct:/docker/0a1b\n4:memory:/docker/0a1b\n0::/docker/0a1b",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": GIB,

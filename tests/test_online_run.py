@@ -1,5 +1,5 @@
-"""Features online, hurt: images that are damaged, changed or gone, kills, full disks. A line each, and what goes on
-is what nothing disturbed."""
+"""Online features with damaged, changed or missing images, kills and full disks. Each is one line, and a resumed run
+equals an undisturbed one."""
 
 import io
 import os
@@ -23,7 +23,7 @@ COUNT = 10
 
 @pytest.fixture
 def folder(tmp_path):
-    """Ten gray images, which are of the bucket's size, and their captions."""
+    """Ten gray images of the bucket's size, and their captions."""
     for number in range(COUNT):
         image = tiny_sources.gradient(8, 8).convert("L").point(lambda value, add=number: value // 2 + 9 * add)
         tiny_sources.save(tmp_path / "images" / f"{number}.png", f"digit {number}", image)
@@ -75,7 +75,7 @@ DAMAGES = {
 def test_a_sample_that_is_damaged_on_the_way_is_named_once_and_the_next_is_trained_on_in_its_place(
     folder, tmp_path, capfd
 ):
-    """Whatever it is. A run that goes on takes the same steps as one that was not stopped."""
+    """It holds for each kind of damage. A resumed run takes the same steps as one that was not stopped."""
     whole = {name: (folder / name).read_bytes() for name in DAMAGES}
     steps = ("strategy.global_batch_size=4", "data.caption_dropout=0", "train.lr_schedule=constant")
     losses = []
@@ -99,12 +99,25 @@ def test_a_sample_that_is_damaged_on_the_way_is_named_once_and_the_next_is_train
             assert others == [f"note: 2 of 20 samples skipped; {output}/metrics.jsonl counts them"]
         losses.append([row["loss"] for row in rows])
         (folder / name).write_bytes(whole[name])
-    assert all(each == losses[0] for each in losses)  # and they are those of a folder in which 3 is a copy of 4
+    assert all(each == losses[0] for each in losses)  # the same as in a folder where 3 is a copy of 4
     for name in ("3.png", "3.txt"):
         (folder / name).write_bytes((folder / name.replace("3", "4")).read_bytes())
     assert run(None, tmp_path / "copied", *online(folder), *steps, "train.steps=5") == 0
     assert [row["loss"] for row in read_metrics(tmp_path / "copied/metrics.jsonl")] == losses[0]
     assert not [line for line in printed(capfd, "note: ") if "skipped" in line]
+
+
+def test_a_damaged_sample_that_fills_up_a_batch_is_counted_once(folder, tmp_path):
+    """Two passes of two samples for a global batch of three: the last place repeats the first with weight 0."""
+    (folder / "3.png").write_bytes(b"I am a text")
+    counts = []
+    for micro in (3, 2):
+        output = tmp_path / str(micro)
+        sizes = (f"strategy.micro_batch_size={micro}", "strategy.global_batch_size=3", "train.steps=10")
+        assert run(None, output, *online(folder), *sizes) == 0
+        counts.append([row.get("skipped_samples", 0) for row in read_metrics(output / "metrics.jsonl")])
+    assert counts[0] == counts[1]
+    assert sum(counts[0]) == 3
 
 
 def test_a_source_without_one_usable_sample_ends_a_run_though_another_has_some(folder, tmp_path, capfd):
@@ -121,7 +134,7 @@ def test_a_source_without_one_usable_sample_ends_a_run_though_another_has_some(f
 
 
 def test_images_that_are_others_when_a_run_continues_are_reported_or_refused(folder, tmp_path, capfd):
-    """Their order follows from how many there are, and their names."""
+    """Their order depends on their number and names."""
     output, more = tmp_path / "run", tmp_path / "more"
     assert run(None, output, *online(folder), "train.steps=1") == 0
     where = f"{output}/checkpoints/step-00000001"
@@ -133,7 +146,7 @@ def test_images_that_are_others_when_a_run_continues_are_reported_or_refused(fol
         "choose another output"
     ]
     tiny_sources.save(folder / "3.png", "digit 3", tiny_sources.gradient(12, 12))
-    for number in (10, 11):  # which fill up its last part
+    for number in (10, 11):  # they fill up its last part
         tiny_sources.save(folder / f"0{number}.png", "digit", tiny_sources.gradient(8, 8))
     assert run(None, output, *online(folder), "train.steps=2") == 1
     (line,) = printed(capfd, "error: ")
@@ -188,7 +201,7 @@ def test_a_full_disk_and_one_that_cannot_be_written_lose_nothing(folder, tmp_pat
 
 @pytest.mark.slow
 def test_killed_and_reported_to_end_it_comes_to_the_weights_of_a_run_that_was_not(folder, tmp_path):
-    """And says nothing but its own lines."""
+    """It prints nothing but its own lines."""
     more = (*SINGLE, *online(folder), "train.steps=30", "train.checkpoint_every=3", "train.export_every=30")
     assert run(None, tmp_path / "whole", *more) == 0
     output = tmp_path / "run"
@@ -234,7 +247,7 @@ def test_of_two_processes_one_that_is_killed_ends_both_and_a_damaged_image_ends_
 
 
 def test_captions_that_are_cut_on_the_way_are_counted(folder, tmp_path, capfd):
-    """At once where the first is met, and all of them at the run's end."""
+    """The first is reported at once, and all are counted at the end."""
     for number in (3, 7):
         (folder / f"{number}.txt").write_text("digit " * 8 * number)
     settings = (

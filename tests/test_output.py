@@ -1,4 +1,4 @@
-"""What reaches a terminal: no control character of a file name, and no line that is taken for markup."""
+"""No control character of a file name reaches a terminal, and no line is taken for markup."""
 
 import os
 
@@ -46,5 +46,5 @@ def test_a_bugs_traceback_and_tables_show_them_too(printed):
     log.out.print(rows)
     rows = table("", ["name", "size"], numeric=["size"])
     rows.add_row("b\x1b[31m", f"\x1b[31m{'0' * 999}")
-    log.out.print(rows)  # whose rows stand below each other then
+    log.out.print(rows)  # its rows then stand below each other
     assert "\x1b" not in printed()

@@ -1,5 +1,5 @@
-"""Every recipe, at full size on its emulated GPU: it trains, and takes what is said of it, to the byte; and what it
-trained is drawn with there."""
+"""Every recipe at full size on its emulated GPU: it trains, takes the stated bytes exactly, and what it trained can
+be sampled there."""
 
 import pytest
 from PIL import Image
@@ -13,10 +13,10 @@ from bigdit.report.recipes import needs
 ALONE = [name for name in names() if recipe(name).processes == 1]
 SMALL = [name for name in ALONE if recipe(name).about.gpu == "rtx-3060-12g"]
 BY_ROOM = sorted(ALONE, key=lambda name: recipe(name).took.usable_bytes, reverse=True)
-DRAWN = {recipe(name).about.model: name for name in BY_ROOM if recipe(name).draws}.values()
-"""One for each model, on the smallest of its GPUs: what fits there fits the others."""
+DRAWN = {recipe(name).about.model: name for name in BY_ROOM if recipe(name).generates}.values()
+"""One for each model, on the smallest of its GPUs: it fits the others, too."""
 EXTRACTED = {recipe(name).took.waiting_bytes > 0: name for name in SMALL}.values()
-"""One whose encoders all stay on the GPU, and one whose take turns."""
+"""One recipe whose encoders all stay on the GPU, and one whose encoders take turns."""
 MANY = [name for name in names() if name not in ALONE]
 
 
@@ -27,7 +27,7 @@ def hub(once):
 
 @pytest.fixture
 def folder(once, hub, name):
-    """Where the recipe trained."""
+    """The folder where the recipe trained."""
     return once(f"recipe-{name}", lambda folder: trained(recipe(name), hub, folder))
 
 
@@ -52,14 +52,14 @@ def test_the_last_command_draws_on_the_gpu_that_trained(name, folder):
     found = recipe(name)
     *frames, height, width = stages_of(found)[-1]["data"]["buckets"][0]
     path = drawn(found, folder)
-    with Image.open(path) as image:  # all of its frames are alike, and written as one
+    with Image.open(path) as image:  # all frames are equal, and written as one
         assert (image.size, path.suffix) == ((width, height), ".webp" if frames else ".png")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MANY)
 def test_the_first_of_many_reserves_what_it_did_among_all_of_them(name):
-    """That all of them train is seen where figures are made: they take ten times as long as the first alone."""
+    """benchmarks/recipes.py runs all processes, which takes ten times as long as the first alone."""
     found = recipe(name)
     assert found.took is not None
     took = first_of_many(found)
@@ -112,7 +112,7 @@ def test_a_recipe_says_which_weights_wait(name):
 
 @pytest.mark.parametrize("name", names())
 def test_what_extraction_took_of_a_gpu_is_what_its_encoders_need(name):
-    """Where all encoders have room; where memory ran out it took what there was."""
+    """Where all encoders fit. Where memory ran out, extraction took all that there was."""
     found = recipe(name)
     taken = found.took.extraction
     assert taken.peak_allocated_bytes <= taken.peak_reserved_bytes < found.took.usable_bytes

@@ -1,4 +1,4 @@
-"""What bigdit imports of others, early or late, is of distributions that setup.cfg asks pip for."""
+"""Every library that bigdit imports, early or late, is a requirement in setup.cfg."""
 
 import ast
 import re
@@ -9,11 +9,11 @@ from importlib.metadata import packages_distributions
 from commands import ROOT
 
 OF_DEVELOPERS = {"dev", "docs", "demo"}
-"""Extras that are not for running bigdit."""
+"""Extras that bigdit does not need to run."""
 
 
 def imported(text):
-    """The other projects' top-level modules that a file imports, wherever in it, but for what types alone need."""
+    """Top-level modules of other projects that a file imports anywhere, but for type checking."""
     tree = ast.parse(text)
     for_types = {
         id(inner)
@@ -38,7 +38,7 @@ def normal(name):
 
 
 def required():
-    """The distributions that bigdit and its extras for users ask for."""
+    """Distributions that bigdit and its extras for users require."""
     config = ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
     lists = [config["options"]["install_requires"]]
@@ -48,7 +48,7 @@ def required():
 
 
 def unprovided(modules):
-    """Those of no distribution that is asked for."""
+    """Imports that no required distribution has."""
     owners = packages_distributions()
     return sorted(name for name in modules if not {*map(normal, owners.get(name, []))} & required())
 

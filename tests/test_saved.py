@@ -1,4 +1,4 @@
-"""What is said that a run saves is what lies in its output, by a real run; and on an emulated GPU as many bytes."""
+"""What bigdit says that a run saves is what a real run's output holds, and as many bytes as on an emulated GPU."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def settings(features):
 
 @pytest.fixture(scope="module")
 def output(settings, tmp_path_factory):
-    """Where a real run saved at steps 2, 4, 6 and 7, and exported at 4 and 7."""
+    """The output of a run that saved at steps 2, 4, 6 and 7, and exported at 4 and 7."""
     folder = tmp_path_factory.mktemp("saved") / "run"
     done = bigdit("train", "--config", DIGITS, *with_set([*settings, f"output={folder}"]))
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,7 @@ def test_it_is_what_lies_there(output, found):
 
 @pytest.mark.slow
 def test_it_is_what_a_profile_says_that_is_copied(settings, found):
-    """Tensors, and beside them each file's header."""
+    """Tensors, and each file's header."""
     run = load_run(DIGITS, settings)
     spec, strategy = model_spec(run.model), run.strategy
     shape = BatchShape(latents=(4, 4, 6), text=(32, 64))
@@ -67,7 +67,7 @@ def test_it_is_what_a_profile_says_that_is_copied(settings, found):
     tensors = found.weights_bytes + found.optimizer_bytes + found.ema_bytes
     with EmulatedGpus(A40, 1) as gpus:
         assert gpus.profile(asked).checkpoint_bytes == tensors
-    assert found.ema_bytes == found.weights_bytes  # of fp32, as masters are
+    assert found.ema_bytes == found.weights_bytes  # in fp32, as masters are
     assert 0 < found.checkpoint_bytes - tensors < 64 * 1024
 
 

@@ -1,4 +1,4 @@
-"""The claims of benchmarks/scenarios.md: the substance of each answer, and that the file says what is found today."""
+"""The claims of benchmarks/scenarios.md: the substance of each answer, and that the page has today's figures."""
 
 import re
 from itertools import pairwise
@@ -31,7 +31,7 @@ SANA = "sana-1600m"
 
 
 def stated(number: int) -> list[dict[str, str]]:
-    """The table of a case in benchmarks/scenarios.md, a row a dictionary."""
+    """A case's table in benchmarks/scenarios.md, a dictionary for each row."""
     text = (ROOT / "benchmarks/scenarios.md").read_text()
     section = text.split(f"\n## {number}. ")[1].split("\n## ")[0]
     head, _, *rows = (
@@ -41,7 +41,7 @@ def stated(number: int) -> list[dict[str, str]]:
 
 
 def chosen(strategy: Strategy, **found: Any) -> Estimate:
-    """An estimate of which nothing else is known."""
+    """An estimate about which nothing else is known."""
     return Estimate.model_construct(option="asked for", strategy=strategy, **found)
 
 
@@ -51,7 +51,7 @@ def test_sana_online_at_the_yamls_batch_does_not_fit_an_a40() -> None:
     assert found.verdict == "DOES NOT FIT"
     assert found.peak_phase == "encode"
     assert found.peaks["encode"] > 4 * found.usable_bytes
-    assert found.peaks["forward"] < found.usable_bytes  # the transformer alone would fit, beside the encoders
+    assert found.peaks["forward"] < found.usable_bytes  # the transformer alone would fit beside the encoders
     (row,) = (row for row in stated(1) if "as the YAML has it" in row["run"])
     assert row["verdict"] == found.verdict
     assert row["allocated"] == f"{gib(found.peaks['encode'])} (encode)"
@@ -83,11 +83,11 @@ def test_sanas_largest_micro_batch_grows_with_recomputed_blocks() -> None:
 
 @pytest.mark.slow
 def test_what_sana_takes_on_smaller_gpus() -> None:
-    """AdamW with fp32 masters needs more than 24 GB for its state; 8 bits fit 24 GB, and not 12."""
+    """AdamW with fp32 masters needs more than 24 GB for its state. In 8 bits it fits 24 GB, but not 12."""
     texts = [f"optimizer.name={name},checkpointed_blocks=all" for name in ("adamw", "adamw_8bit")]
     fits = []
     for text, found in zip(texts, ran(SANA, "a40", texts), strict=True):
-        for name in ("a40", "rtx-3090", "rtx-3060-12g"):  # all of one architecture, which run the same kernels
+        for name in ("a40", "rtx-3090", "rtx-3060-12g"):  # one architecture, so they run the same kernels
             gpu = catalog.gpu(name)
             room = safe_bytes(gpu, non_torch(parse_strategy([text]), gpu), UNPROVED)
             fits.append(found.attempt.peak_reserved_bytes <= room)
@@ -102,7 +102,7 @@ def test_what_sana_takes_on_smaller_gpus() -> None:
 def test_the_optimal_batches_of_dit_are_far_from_the_gpus_limits(
     model: str, gpu: str, claimed: int, params: int
 ) -> None:
-    """Parameters are as the paper has them, 131 and 675 M; elsewhere 79 M and 1.06 B are said of these two."""
+    """Parameters are as in the paper, 131 and 675 M. Elsewhere the claims are 79 M and 1.06 B."""
     (row,) = (row for row in stated(3) if row["model"] == model)
     limit = min(int(row["largest, cached"].split()[0]), LARGEST_MICRO_BATCH)
     sizes = [(DIT_THEIRS, claimed), (DIT_OURS, claimed), (DIT_OURS, limit), (DIT_OURS, limit + 1)]
@@ -163,11 +163,11 @@ def test_what_16_bits_save_depends_on_the_batch() -> None:
         for at in range(0, len(found), len(sizes))
     )
     saved = [1 - half / full for half, full in zip(masters, whole, strict=True)]
-    # Masters make up for what weights and gradients save: it is activations that halve.
+    # Masters cost what weights and gradients save: only activations halve.
     assert saved == sorted(saved)
     assert saved[0] < 0.01
     assert 0.4 < saved[-1] < 0.5
-    # All is half but the buffers of reductions, which add half precision up in fp32: they weigh in small models.
+    # All halves but the buffers of reductions, which add half precision up in fp32. They matter in small models.
     assert 0.45 < 1 - alone[1] / whole[1] < 0.5
     (row,) = (row for row in stated(6) if row["model"] == model and row["precision"].startswith("bf16, "))
     assert [row[f"at {size}"] for size in sizes] == [f"{each:.0%}" for each in saved]
@@ -199,7 +199,7 @@ def test_the_waterfall_leads_from_what_is_copied_to_what_fits() -> None:
     assert steps[0].process_bytes > 0.95 * request.gpu.usable_bytes
     assert (steps[-1].process_bytes, steps[-1].verdict) == (taken.high_bytes, "FITS")
     left = [before.process_bytes - after.process_bytes for before, after in pairwise(steps)]
-    # Gemma-2 in bf16 and the VAE in fp32, but for pieces that lie idle without them.
+    # Gemma-2 in bf16 and the VAE in fp32, without the parts that lie idle then.
     assert left[0] == pytest.approx(6.03 * GIB, rel=0.01)
     assert left[3] == pytest.approx(4 * attempt.params, rel=0.01)
     shown = [row for row in stated(7) if row["start"] == "single GPU"]
@@ -209,7 +209,7 @@ def test_the_waterfall_leads_from_what_is_copied_to_what_fits() -> None:
 
 
 def test_changes_of_a_sharded_engine_with_offload() -> None:
-    """Buckets, then precision, then the host; what shrinks the micro-batch comes after recomputation."""
+    """Buckets, then precision, then CPU memory. A smaller micro-batch comes after recomputation."""
     request = resolve_request(model="dit-s-8", gpu="rtx-3060-12g", gpus=8, global_batch=256, ema="cpu")
     text = "zero2-offload,world_size=8,optimizer.name=adamw,ema.device=cpu,micro_batch_size=4,grad_accum_steps=8"
     wanted = chosen(parse_strategy([f"{text},checkpointed_blocks=3"]))

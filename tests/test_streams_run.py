@@ -1,4 +1,4 @@
-"""Models of several texts from images to samples: a pipeline's encoders, a store with streams, training, export."""
+"""Models with several texts from images to samples: a pipeline's encoders, a store with streams, training, export."""
 
 import json
 import math
@@ -26,13 +26,13 @@ from bigdit.train.data import largest_batch_shape
 
 
 def hunyuan_dit(pipeline, captions):
-    """What the transformer is fed of captions, by the batch's names: two calls of encode_prompt."""
+    """What the transformer gets of captions, by the batch's names: two calls of encode_prompt."""
     own, clip = (pipeline.encode_prompt(captions, device="cpu", text_encoder_index=which) for which in (1, 0))
     return {"text_embeds": own[0], "text_mask": own[2], "clip_text": clip[0], "clip_text_mask": clip[2]}
 
 
 def hi_dream(pipeline, captions):
-    """T5, Llama's layers one after another, and two CLIPs' vectors; there are no masks."""
+    """T5's states, Llama's layers one after another, and two CLIPs' vectors, without masks."""
     own, _, llama, _, pooled, _ = pipeline.encode_prompt(captions, device="cpu")
     llama = llama.transpose(0, 1).flatten(1, 2)
     masks = {"text_mask": torch.ones(own.shape[:2]), "llama_text_mask": torch.ones(llama.shape[:2])}
@@ -40,13 +40,13 @@ def hi_dream(pipeline, captions):
 
 
 def hunyuan_image(pipeline, captions):
-    """Qwen's, without the states of padding, which are not stored either, and ByT5's of what stands in quotes."""
+    """Qwen's states without padding, which is not stored either, and ByT5's states of quoted text."""
     own, mask, glyphs, shown = pipeline.encode_prompt(captions, device="cpu", batch_size=len(captions))
     own = own * mask[..., None]
     return {"text_embeds": own, "text_mask": mask, "glyph_text": glyphs, "glyph_text_mask": shown}
 
 
-# By pipeline: the transformer, its arguments, the VAE, and what the transformer is fed of captions.
+# By pipeline: the transformer, its arguments, the VAE, and what the transformer gets of captions.
 FAMILIES = {
     "HiDreamImagePipeline": ("HiDreamImageTransformer2DModel", HI_DREAM, "AutoencoderKL", hi_dream),
     "HunyuanDiTPipeline": ("HunyuanDiT2DModel", HUNYUAN_DIT, "AutoencoderKL", hunyuan_dit),
@@ -63,7 +63,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def encoded(request, tmp_path_factory, images):
-    """A pipeline, what its transformer is fed, and the folder of a run over sixteen images that are encoded."""
+    """A pipeline, what its transformer gets, and the folder of a run over sixteen encoded images."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     class_name, kwargs, vae, fed = FAMILIES[name]
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def encoded(request, tmp_path_factory, images):
 
 
 def fed_by(folder):
-    """What a profile makes of a run: the shapes of a batch, its strategy, and what the family is fed."""
+    """What a profile uses of a run: shapes of a batch, strategy, and extra inputs of the family."""
     config = yaml.safe_load((folder / "run.yaml").read_text())["model"]
     spec = ModelSpec(name="tiny", **config)
     shape = largest_batch_shape(FeatureStore.open(folder / "features"))
@@ -101,19 +101,19 @@ def fed_by(folder):
 
 
 def sizes(batch):
-    """Shapes and dtypes of all that is held of a batch."""
+    """Shapes and dtypes of a batch's tensors."""
     own = {"latents": batch.latents, "text_embeds": batch.text_embeds, "text_mask": batch.text_mask}
     return {name: (each.shape, each.dtype) for name, each in {**own, **batch.extras}.items()}
 
 
 def test_batches_are_to_the_bit_what_the_pipeline_feeds_its_transformer(encoded):
-    """But for states of further texts that their masks hide, which are not stored."""
+    """Except for states of further texts that their masks hide: these are not stored."""
     pipeline, fed, folder = encoded
     store = FeatureStore.open(folder / "features")
     stream = stream_of(store)
     profiled = profiled_batch(*fed_by(folder))
     captions = [file.read_text().strip() for file in sorted((folder / "images").glob("*.txt"))]
-    batch = sorted(set(captions), key=lambda caption: (-len(caption), caption))  # as they were encoded, all at once
+    batch = sorted(set(captions), key=lambda caption: (-len(caption), caption))  # all at once, as they were encoded
     with torch.no_grad():
         whole = fed(pipeline, batch)
     seen = set()
@@ -175,7 +175,7 @@ def test_a_step_takes_what_was_predicted_and_what_is_trained_is_sampled_and_expo
 
 
 def test_a_store_that_lacks_what_the_model_is_fed_is_refused(encoded, tmp_path):
-    """Of one encoder, or of a text of another width: before anything is encoded, and before a step."""
+    """A missing encoder, or a text of another width, is refused before anything is encoded, and before a step."""
     _, _, folder = encoded
     t5 = {"config": {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}}
     config = yaml.safe_load((folder / "run.yaml").read_text())

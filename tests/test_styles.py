@@ -1,4 +1,5 @@
-"""A LoRA over a trained model learns a style that this does not draw, and keeps what it knew: seen in its samples."""
+"""A LoRA over a trained model learns a style that the model does not draw, and keeps what the model knew. Its samples
+show it."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -17,16 +18,16 @@ from sklearn.svm import SVC
 RECIPE = "launch/recipes/digits-classes.yaml"
 LORA = (
     "strategy.lora={rank: 16, alpha: 16, targets: [qkv, proj, fc1, fc2, linear]}",
-    "strategy.precision=bf16",  # adapters are computed with in the base's 16 bits
+    "strategy.precision=bf16",  # adapters compute in the base's 16 bits
     "strategy.optimizer.lr=4e-3",
 )
-# The recipe's model, half as wide, learns as well at twice the rate, in half of the steps.
+# The recipe's model at half its width learns as well at twice the rate, in half of the steps.
 SMALLER = ("model.kwargs.hidden_size=64", "train.seed=0", "data.workers=1", "train.checkpoint_every=1000")
 BASE = (*SMALLER, "train.steps=400", "train.warmup_steps=20", "strategy.optimizer.lr=4e-3")
 ADAPTED = (*SMALLER, *LORA, "train.steps=400", "train.warmup_steps=10")
 
 Ink = npt.NDArray[np.float64]
-"""Images [n, 8, 8] of ink from 0 to 16, as scikit-learn has them."""
+"""Images [n, 8, 8] of ink from 0 to 16, as in scikit-learn."""
 
 
 def inverted(ink: Ink) -> Ink:
@@ -35,15 +36,15 @@ def inverted(ink: Ink) -> Ink:
 
 
 class Read(NamedTuple):
-    """Of a hundred samples: how many have the style, and how many are read as the digit that was asked for."""
+    """Of a hundred samples: how many have the style, and how many are read as the requested digit."""
 
     styled: int
     right: int
 
 
 class Readers:
-    """Classifiers of a style and of digits in it, fitted on real digits alone; `sure`: the share of the real ones that
-    the first was not fitted on, and of them in the style, that it tells apart."""
+    """Classifiers of a style, and of digits in it, fitted to real digits alone. `sure`: the share of other real
+    digits, plain and in the style, that the first one tells apart."""
 
     def __init__(self, style: Callable[[Ink], Ink]) -> None:
         known = load_digits()
@@ -56,7 +57,7 @@ class Readers:
         self.sure = float(self._style.score(_flat(both[~fitted]), is_styled[~fitted]))
 
     def read(self, images: Sequence[npt.NDArray[np.uint8]], asked: Sequence[int]) -> Read:
-        """What samples [8, 8] are, of which these digits were asked: each digit is read as one of the style it has."""
+        """Read samples [8, 8] of requested digits. Each is read as a digit of the style that it has."""
         ink = _flat(np.stack([image.astype(np.float64) * (digits.INK / 255) for image in images]))
         styled = self._style.predict(ink).astype(bool)
         found = np.where(styled, self._styled_digit.predict(ink), self._plain_digit.predict(ink))
@@ -68,7 +69,7 @@ def _flat(ink: Ink) -> Ink:
 
 
 def write_styled(folder: Path, style: Callable[[Ink], Ink]) -> None:
-    """All digits in a style, in a folder a class, as launch/digits.py writes them as they are."""
+    """Write all digits in a style, in a folder a class, as launch/digits.py writes plain ones."""
     known = load_digits()
     images = np.round(style(known.images) * (255 / digits.INK)).astype(np.uint8)
     for i, (image, digit) in enumerate(zip(images, known.target, strict=True)):
@@ -90,7 +91,7 @@ def config(folder: Path, images: str, output: str, *overrides: str) -> list[str]
 
 
 def drawn(output: Path, count: int = 100) -> list[str]:
-    """The options of `bigdit sample` for so many of a run's samples, of each digit as many."""
+    """The options of `bigdit sample` for so many of a run's samples, equally many of each digit."""
     captions = output / "captions.txt"
     captions.write_text("".join(f"{digits.WORDS[digit]}\n" for digit in _asked(count)))
     more = ("--guidance", "2", "--size", "8x8")
@@ -98,7 +99,7 @@ def drawn(output: Path, count: int = 100) -> list[str]:
 
 
 def read(readers: Readers, output: Path) -> Read:
-    """What the samples of a run are."""
+    """What the samples of a run are read as."""
     folder = output / "samples"
     rows = json.loads((folder / "samples.json").read_text())["images"]
     return readers.read([np.asarray(Image.open(folder / row["file"])) for row in rows], _asked(len(rows)))
@@ -115,7 +116,7 @@ def done(*command):
 
 @pytest.mark.slow
 def test_adapters_learn_a_style_and_digits_stay_legible(tmp_path):
-    """Read by classifiers that were fitted on real digits, as they are and in the style."""
+    """The classifiers were fitted to real digits, plain and in the style."""
     digits.write_classes(tmp_path / "plain")
     write_styled(tmp_path / "inverted", inverted)
     base = config(tmp_path, "plain", "base", *BASE)
@@ -133,4 +134,4 @@ def test_adapters_learn_a_style_and_digits_stay_legible(tmp_path):
     assert seen["base"].styled <= 10
     assert seen["adapted"].styled >= 90
     assert seen["base"].right >= 90
-    assert seen["adapted"].right >= 75  # 89 were seen, and of the recipe's model, twice as wide, all
+    assert seen["adapted"].right >= 75  # 89 had it; with the recipe's model, twice as wide, all

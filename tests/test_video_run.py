@@ -1,4 +1,4 @@
-"""Models of videos from files to samples: clips, a pipeline's encoders, a store of latents with frames, training."""
+"""Video models from files to samples: clips, a pipeline's encoders, a store of latents with frames, training."""
 
 import io
 import json
@@ -11,6 +11,7 @@ import torch
 from commands import bigdit, in_process
 from gpus import benched
 from PIL import Image, ImageSequence
+from stores import read_rows
 from tiny_vaes import VIDEO_VAES
 from tiny_videos import moving_square
 from training import encoded_for
@@ -19,7 +20,7 @@ from bigdit.sampling.grid import stills_png
 from bigdit.store import FeatureStore
 
 TINY = json.loads((Path(__file__).parent / "models/tiny_video.json").read_text())
-# By pipeline: the VAE, the tiny transformer, and where it says how wide text is.
+# By pipeline: the VAE, the tiny transformer, and its argument for the width of text.
 FAMILIES = {
     "WanPipeline": ("AutoencoderKLWan", "wan-t2v", "text_dim"),
     "CogVideoXPipeline": ("AutoencoderKLCogVideoX", "cogvideox-rotary", "text_embed_dim"),
@@ -39,7 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("videos")]
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def encoded(request, tmp_path_factory):
-    """A pipeline, its parts, and the folder of a run over eight clips whose features are made."""
+    """A pipeline, its parts, and the folder of a run over eight encoded clips."""
     pipeline, folder = request.param, tmp_path_factory.mktemp(request.param)
     vae, name, width = FAMILIES[pipeline]
     torch.manual_seed(0)
@@ -64,7 +65,7 @@ def test_the_store_has_latents_of_frames_and_what_was_too_short_by_name(encoded)
     (skipped,) = report["skipped"]  # a quarter of a second
     assert skipped["name"] == "7.mp4"
     assert skipped["reason"] == "video of 2 frames at data.fps; the shortest bucket has 3"
-    latents, texts, _ = FeatureStore.open(folder / "features").read((4, 3, 8, 16), [1])
+    latents, texts, _ = read_rows(FeatureStore.open(folder / "features"), (4, 3, 8, 16), [1])
     with torch.no_grad():
         states = tiny_pipelines.pipeline_of(pipeline, parts).encode_prompt(["a square that moves to the left"])[0][0]
     assert latents.shape == (1, 4, 3, 8, 16)
@@ -84,7 +85,7 @@ def test_a_step_takes_what_was_predicted_and_samples_move(encoded):
     assert done.returncode == 0, done.stderr
     files = [row["file"] for row in json.loads(done.stdout)["images"]]
     with Image.open(folder / "samples" / files[1]) as video, Image.open(folder / "samples/grid.webp") as grid:
-        video.load()  # which says how long the first frame is shown
+        video.load()  # how long the first frame is shown
         assert (video.n_frames, video.size, video.info["duration"]) == (5, (32, 16), 125)
         assert grid.n_frames == 5
         assert grid.width > 2 * 32 * 6  # enlarged to be seen

@@ -1,4 +1,4 @@
-"""A program that starts warm finds what fork and exec would have given it, and so does what it starts."""
+"""A program that starts warm finds what fork and exec would give it, and so do its children."""
 
 import json
 import os
@@ -44,7 +44,7 @@ sys.exit(7)
 
 
 def probed(popen, script):
-    """What the script finds, and says on stderr, when this class starts it."""
+    """What the script finds, and its stderr, if this class starts it."""
     read, write = os.pipe()
     os.write(write, b"handed")
     os.close(write)
@@ -112,7 +112,7 @@ def test_the_first_that_is_started_may_be_one_that_imports_nothing_from_its_fold
 
 @pytest.mark.slow
 def test_a_process_that_tells_libraries_what_it_wants_starts_others_warm_before_and_after(monkeypatch):
-    """As tests do that build models themselves, after which all was imported again to the suite's end."""
+    """As tests do that build models themselves. Later ones then imported all libraries again."""
     asks = "from sys import modules; print('deepspeed' in modules)"
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
     before = run_command(sys.executable, "-c", asks)
@@ -128,7 +128,7 @@ def test_it_ends_by_signals_and_nothing_is_left_of_it(tmp_path):
         process = warm.Popen([sys.executable, file], stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
-        process.communicate(timeout=20)  # whoever of its own held the pipes has ended too
+        process.communicate(timeout=20)  # its children that held the pipes have ended, too
         assert process.returncode == status
 
 
@@ -143,7 +143,7 @@ def test_a_program_that_is_not_there_or_no_python_is_started_as_ever(tmp_path):
 
 @pytest.mark.slow
 def test_clones_see_gpus_of_their_own():
-    """One seed for all of them, which has seen none, nor read how torch is to allocate."""
+    """They share a seed, which has seen no GPU and has not read torch's allocator settings."""
     asks = "import json, sys, torch; p = torch.cuda.get_device_properties(0); free, total = torch.cuda.mem_get_info()"
     tells = "from sys import modules; count = torch.cuda.device_count(); libraries = 'deepspeed' in modules"
     tells += "; expandable = torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments']"

@@ -1,4 +1,4 @@
-"""The wheel as pip installs it, away from the checkout: everything that the commands read has come along."""
+"""The wheel as pip installs it, away from the checkout, has every file that the commands read."""
 
 import json
 import os
@@ -25,14 +25,14 @@ ON_GPU = "import torch; print(torch.zeros(1 << 20, device='cuda').device)"
 
 
 def git(*words):
-    """What git says of this repository."""
+    """The output of a git command in this repository."""
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """What runs a command away from the checkout, and the `bigdit` of a fresh environment with the wheel and, beside
-    it, all that this one has. `bigdit setup` has run there."""
+    """Run commands away from the checkout with the `bigdit` of a fresh environment that has the wheel and this one's
+    packages. `bigdit setup` has run there."""
     folder = tmp_path_factory.mktemp("wheel")
     source, wheels, environment = folder / "source", folder / "wheels", folder / "environment"
     shutil.copytree(ROOT / "bigdit", source / "bigdit", ignore=shutil.ignore_patterns("__pycache__"))
@@ -64,8 +64,8 @@ def installed(tmp_path_factory):
     run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source)
     (ours,) = wheels.iterdir()
     run(*pip, "--python", python, "install", "--quiet", "--no-deps", "--no-index", ours)
-    # Folders in a .pth file come after the environment's own, and their .pth files, such as that of a checkout that is
-    # installed for editing, are not read.
+    # Folders in a .pth file come after the environment's own. Their .pth files, such as that of an editable checkout,
+    # are not read.
     shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     own = sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
     (Path(own) / "shared.pth").write_text("\n".join(shared) + "\n")
@@ -121,7 +121,7 @@ def test_commands_answer_from_a_wheel(installed, tmp_path):
 
 @pytest.mark.slow
 def test_what_a_plan_prints_is_there_without_a_checkout(installed, tmp_path):
-    """Each launcher starts the module, which says its options; and receipts are the user's alone."""
+    """Each launcher starts the module, which prints its options. Receipts are the user's own."""
     run, bigdit = installed
     python = bigdit.parent / "python"
     assert "python -m bigdit.launch " in run(bigdit, "plan", *ASKED, "--out", tmp_path / "plan")

@@ -1,4 +1,4 @@
-"""What claims are answered with: plans, and two steps on emulated GPUs."""
+"""Answer claims by plans, and by two steps on emulated GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 class Case(NamedTuple):
-    """A claim, a table of answers, and what explains them. `rows`: the first is the head."""
+    """A claim, a table of answers, and what explains them. The first of `rows` is the head."""
 
     title: str
     claim: str
@@ -36,17 +36,15 @@ class Case(NamedTuple):
 
 
 def case(name: str, rows: list[list[str]], **found: object) -> Case:
-    """The claim of this name in claims.json, with what was found of it in the places that its texts have."""
+    """The claim with this name in claims.json, with figures filled into its texts."""
     texts = json.loads(Path(__file__).with_name("claims.json").read_text())[name]
     return Case(texts["title"], texts["claim"], rows, [line.format(**found) for line in texts["why"]])
 
 
 @dataclass(frozen=True)
 class Found:
-    """Two steps of a strategy on an emulated GPU without a limit, and what they mean for one with `usable_bytes`.
-
-    `process_bytes`: what the process takes at most.
-    """
+    """Two steps of a strategy on an emulated GPU without a limit, compared with `usable_bytes`. `process_bytes`: the
+    most that the process takes."""
 
     attempt: Attempt
     step: StepTime
@@ -56,7 +54,7 @@ class Found:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The most allocated bytes by phase."""
+        """Peak allocated bytes by phase."""
         return {phase: each.peak_bytes for phase, each in self.attempt.phases.items()}
 
     @property
@@ -65,7 +63,7 @@ class Found:
 
 
 def ran(model: str, gpu: str, texts: Sequence[str], vae_dtype: Literal["fp32", "fp16"] = "fp32") -> list[Found]:
-    """Each strategy of `texts` (as --strategy writes it). Raises UserError for one that cannot run."""
+    """Run each strategy of `texts`, written as for --strategy. Raises UserError for one that cannot run."""
     card = catalog.gpu(gpu)
     requests = [request(model, card, text, vae_dtype) for text in texts]
     with EmulatedGpus(card) as cards:
@@ -73,7 +71,7 @@ def ran(model: str, gpu: str, texts: Sequence[str], vae_dtype: Literal["fp32", "
 
 
 def profiles(model: str, gpu: str, texts: Sequence[str]) -> list[Profile]:
-    """Each strategy of `texts`, recorded: every byte has a category."""
+    """Record each strategy of `texts`: every byte has a category."""
     card = catalog.gpu(gpu)
     with EmulatedGpus(card) as cards:
         return [cards.profile(request(model, card, text)) for text in texts]
@@ -94,10 +92,8 @@ def plan(say: Say, **options: Any) -> Plan:
 
 
 def largest(model: str, gpu: str, text: str, blocks: Sequence[int] = (0,)) -> list[int]:
-    """For each number of recomputed blocks the largest micro-batch that fits, where one more does not; 0 for none.
-
-    The search ends at LARGEST_MICRO_BATCH.
-    """
+    """For each number of recomputed blocks, the largest micro-batch that fits where one more does not; 0 if none
+    fits. The search ends at LARGEST_MICRO_BATCH."""
     card, strategy = catalog.gpu(gpu), parse_strategy([text])
     room = safe_bytes(card, non_torch(strategy, card), UNPROVED)
     sizes, guess = [], 1
@@ -109,12 +105,12 @@ def largest(model: str, gpu: str, text: str, blocks: Sequence[int] = (0,)) -> li
             if found is None:
                 raise UserError(f"{model} on {gpu}: {'; '.join(cards.unanswered) or 'an attempt failed'}")
             sizes.append(int(found[0]))
-            guess = max(sizes[-1], 1)  # more blocks, more images
+            guess = max(sizes[-1], 1)  # more blocks leave room for more images
     return sizes
 
 
 def at_most(size: int) -> str:
-    """A largest micro-batch, as tables have it."""
+    """A largest micro-batch as tables show it."""
     return f"{size} or more" if size == LARGEST_MICRO_BATCH else str(size)
 
 

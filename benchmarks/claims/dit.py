@@ -1,4 +1,4 @@
-"""Claims about DiT: one function each, with why our answer differs."""
+"""Claims about DiT, a function each, and why our answer differs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def dit_batches(say: Say) -> Case:
 
 
 def half_precision(say: Say) -> Case:
-    """What 16 bits save, for each size of DiT."""
+    """What 16 bits save for each size of DiT."""
     rows = [["model", "precision", *(f"at {size}" for size in BATCHES)]]
     for model in DIT_SIZES:
         say(f"case 6: {model}")
@@ -50,7 +50,7 @@ def half_precision(say: Say) -> Case:
 
 
 def allocated(model: str, precision: str) -> dict[int, int]:
-    """The most allocated bytes on an A100 at each of BATCHES."""
+    """Peak allocated bytes on an A100 at each of BATCHES."""
     texts = [f"precision={precision},micro_batch_size={size}" for size in BATCHES]
     found: list[Found] = ran(model, "a100-80g-sxm", texts)
     return {size: each.attempt.peak_allocated_bytes for size, each in zip(BATCHES, found, strict=True)}

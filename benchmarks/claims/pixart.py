@@ -1,4 +1,4 @@
-"""Claims about PixArt-Σ: one function each, with why our answer differs."""
+"""Claims about PixArt-Σ, a function each, and why our answer differs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IMAGES = 30_000_000
 
 
 def pixart_batch_20(say: Say) -> Case:
-    """PixArt-Σ at 20 on an A800: cached and online."""
+    """PixArt-Σ at batch 20 on an A800, with features cached and online."""
     asked: dict[str, Any] = {
         "model": "pixart-sigma-xl-2-1024",
         "gpu": "a800-80g-sxm",

@@ -1,4 +1,4 @@
-"""Claims about Sana: one function each, with why our answer differs."""
+"""Claims about Sana, a function each, and why our answer differs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ YAML = "checkpointed_blocks=all,features=online,precision=fp32,optimizer.name"
 
 
 def live(found: Profile, category: Category) -> int:
-    """The most bytes of this category at any phase's peak."""
+    """The most bytes of this category at the peak of any phase."""
     return max(phase.at_peak.get(category, 0) for phase in found.ledger.phases)
 
 
 def came_on_sana(say: Say) -> Case:
-    """Sana-1600M online at the YAML's batch, and three optimizers at a batch of one."""
+    """Sana-1600M with online features at the YAML's batch, and three optimizers at batch 1."""
     texts = [
         WHOLE,
         f"{WHOLE},checkpointed_blocks=all",
@@ -58,7 +58,7 @@ def came_on_sana(say: Say) -> Case:
 
 
 def sana_cached(say: Say) -> Case:
-    """The largest micro-batches of Sana-1600M on an A40, and what smaller GPUs take."""
+    """The largest micro-batches of Sana-1600M on an A40, and what smaller GPUs hold."""
     total = catalog.find_model(MODEL).block_count
     depths = (0, total // 4, total // 2, 3 * total // 4, total)
     rows = [["GPU", "strategy", *(f"{k} of {total} blocks" for k in depths)]]
@@ -75,7 +75,7 @@ def sana_cached(say: Say) -> Case:
 
 
 def sana_waterfall(say: Say) -> Case:
-    """From what is copied to what fits, on a single GPU and with ZeRO-2 on it."""
+    """From a copied setting to one that fits, on a single GPU and with ZeRO-2."""
     rows = [["start", "change", "process", "verdict", "why"]]
     for title, engine in (("single GPU", None), ("ZeRO-2", "zero2")):
         for step in plan(say, model=MODEL, gpu=GPU, engine=engine, explain=True).waterfall:

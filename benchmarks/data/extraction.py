@@ -1,11 +1,11 @@
-"""How much faster two workers extract than one, or than a loop, on two cores: by turns, the median of several runs.
+"""How much faster two workers extract on two cores than one worker, or than a plain loop: interleaved runs, medians.
 
     python benchmarks/data/extraction.py [--runs 5] [--loop]
 
-Encoders compute on one thread each: an AutoencoderKL and a T5 with random weights. `steady` is what the workers do
-from their first unit on, waiting included; `whole` counts the start of processes, the loading of encoders, and the end
-too, when one worker has nothing left to do. With `--loop` two workers encode the demo's digits beside a loop that
-opens, crops, encodes and saves them one by one; the start is left out of both.
+Encoders have one thread each: an AutoencoderKL and a T5 with random weights. `steady` counts from the workers' first
+unit on, with waiting. `whole` also counts starting processes, loading encoders, and the end, where one worker has
+nothing left to do. With `--loop`, two workers encode the demo's digits beside a loop that opens, crops, encodes and
+saves them one by one. Neither side then counts its start.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--loop", action="store_true", help="two workers beside a loop, on the demo's digits")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder, turns = Path(name), range(asked.runs + 1)  # the first brings files into the page cache
+        folder, turns = Path(name), range(asked.runs + 1)  # the first run brings files into the page cache
         if asked.loop:
             subprocess.run([sys.executable, "launch/digits.py", folder / "digits"], cwd=ROOT, check=True)
             _say("a loop, two workers", [_beside_a_loop(folder, number) for number in turns][1:])
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _say(what: str, pairs: Sequence[tuple[float, float]]) -> None:
-    """Medians of both sides, and how many times as fast the second one is."""
+    """Print both medians, and how many times as fast the second side is."""
     one, two = (statistics.median(each) for each in zip(*pairs, strict=True))
     ratios = [other / each for each, other in pairs]
     said = f"{one:.1f} and {two:.1f} images/s, {statistics.median(ratios):.2f} ×"
@@ -71,7 +71,7 @@ def _say(what: str, pairs: Sequence[tuple[float, float]]) -> None:
 
 
 def _timed(folder: Path, number: int, workers: int) -> tuple[float, float]:
-    """Images per second into a new store: of all workers from their first unit on, and of the whole."""
+    """Images per second into a new cache: of all workers from their first unit on, and of the whole run."""
     features = folder / f"features-{number}-{workers}"
     run = load_run(
         RECIPE,
@@ -111,7 +111,7 @@ def _steady(features: Path) -> float:
 
 
 def _beside_a_loop(folder: Path, number: int) -> tuple[float, float]:
-    """What the loop and two workers encode a second."""
+    """Images per second of the loop and of two workers."""
     features = folder / f"features-{number}"
     run = load_run(
         RECIPE, [f"data.images={folder / 'digits'}", f"data.features={features}", f"data.part_size={DIGITS_A_PART}"]
@@ -121,7 +121,7 @@ def _beside_a_loop(folder: Path, number: int) -> tuple[float, float]:
 
 
 def _loop(run: RunConfig, folder: Path) -> float:
-    """Images per second of what one would write: one by one, a file each."""
+    """Images per second of a plain loop that writes a file for each image."""
     codec, text = load_image_codec(run.encoders.image), _text_encoder(run)
     items = open_source(run.data).items(0, DIGITS)
     began = time.perf_counter()
@@ -135,7 +135,7 @@ def _loop(run: RunConfig, folder: Path) -> float:
 
 
 def _write(folder: Path) -> None:
-    """Images, their captions, and a small VAE with random weights."""
+    """Write images, captions, and a small VAE with random weights."""
     (folder / "images").mkdir()
     noise = np.random.default_rng(0)
     for i in range(COUNT):

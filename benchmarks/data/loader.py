@@ -1,9 +1,9 @@
-"""Batches of 32 Sana-shaped samples in the page cache: bigdit's loader beside torch's DataLoader, by turns.
+"""Batches of 32 Sana-shaped samples in the page cache: bigdit's loader and torch's DataLoader, interleaved.
 
-python benchmarks/data/loader.py [--samples 5000] [--rounds 5]
+    python benchmarks/data/loader.py [--samples 5000] [--rounds 5]
 
-Makes a store of random features (about 550 kB a sample; 5,000 are 3 GB of disk and as much page cache). Both read the
-same samples in the same order, the loader by two threads and the DataLoader by two processes.
+It writes a cache of random features: about 550 kB a sample, so 3 GB of disk and page cache for 5,000. Both sides read
+the same samples in the same order, the loader by two threads and the DataLoader by two processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from bigdit.dist import World
 from bigdit.loader.buffers import padded
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
+from bigdit.sources.protocol import Caption
 from bigdit.store import FeatureStore
 from bigdit.store.part import EncodedRange, Shape, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
@@ -36,16 +36,8 @@ TOKENS, MEAN_TOKENS, DIM = 300, 103, 2304
 PART, BATCH, DEPTH, THREADS = 256, 32, 2, 2
 
 
-@dataclass(frozen=True)
-class Caption:
-    """A caption of weight 1."""
-
-    text: str
-    weight: float = 1.0
-
-
 def make_store(root: Path, samples: int) -> None:
-    """Commit random features to `root`, unless they are there."""
+    """Write random features to `root`, unless they are there."""
     schema = StoreSchema(
         codec={"class_name": "random"},
         text_encoder={"max_tokens": TOKENS},
@@ -79,20 +71,20 @@ def random_part(random: np.random.Generator, start: int, end: int) -> EncodedRan
 
 
 def _noise(random: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
-    # Bits that are not compressible, and no infinities: exponents of 64 values.
+    # Bits that do not compress, without infinities: exponents of 64 values.
     bits = random.integers(0, 1 << 16, shape, np.uint16) & np.uint16(0x9FFF) | np.uint16(0x2000)
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 Sample = tuple[torch.Tensor, Text]
-"""Latents and the text of a caption."""
+"""Latents and a caption's text."""
 
 Place = tuple[Shape, int, int]
 """A sample's bucket, part and row."""
 
 
 class Samples(Dataset[Sample]):
-    """What one would write: a store's samples by their places; each process opens the store for itself."""
+    """A plain Dataset: a cache's samples by their places. Each process opens the cache for itself."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -107,14 +99,14 @@ class Samples(Dataset[Sample]):
 
 
 def places(stream: FeatureStream, steps: int) -> Iterator[list[Place]]:
-    """Where the samples of each step's only micro-batch lie."""
+    """The places of the samples in each step's only micro-batch."""
     for step in range(steps):
         [(bucket, parts, rows, _)] = stream.samples(step)
         yield [(bucket, *place) for place in zip(parts.tolist(), rows.tolist(), strict=True)]
 
 
 class Bench:
-    """Ways that each go once over the samples of a store, and return how many they gave."""
+    """Ways to read a cache once. Each returns how many samples it read."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -128,7 +120,8 @@ class Bench:
         return self.steps * BATCH
 
     def data_loader(self) -> int:
-        """torch's, with a worker for each of the loader's threads, over the same samples in the same order."""
+        """torch's DataLoader, with a worker for each of the loader's threads, over the same samples in the same
+        order."""
         batches = places(self._stream(), self.steps)
         made = DataLoader(Samples(self.root), batch_sampler=batches, num_workers=THREADS, collate_fn=_collate)
         return sum(len(latents) for latents, _, _ in made)

@@ -1,4 +1,5 @@
-"""One point of the matrix on this machine's GPU: REQUEST.json RESULT.json STEPS; imports, and waits for a line."""
+"""Run one point of the matrix on this machine's GPU: REQUEST.json RESULT.json STEPS. It imports, and waits for a
+line."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from bigdit.profile.measured.steps import run
 
 
 def main(asked: Path, answered: Path, steps: int) -> None:
-    if not sys.stdin.readline():  # who was to ask has ended
+    if not sys.stdin.readline():  # the asking process has ended
         return
     found = run(StepRequest.model_validate_json(asked.read_text()), steps)
     write_text(answered, found.model_dump_json())

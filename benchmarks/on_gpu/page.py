@@ -1,4 +1,4 @@
-"""What was measured of the matrix beside what was predicted: gpu_matrix.md, from the JSON files in this folder."""
+"""Write gpu_matrix.md from the JSON files in this folder: what was measured, and what was predicted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Phase(Peaks):
 
 
 class Measured(Strict):
-    """What a point took of the GPU, or in a line why it did not end."""
+    """What a point took of the GPU, or why it did not end, in a line."""
 
     name: str
     failed: str | None = None
@@ -43,7 +43,7 @@ class Measured(Strict):
 
     @property
     def peaks(self) -> Peaks:
-        """Of all phases."""
+        """The peaks of all phases."""
         most = {what: max(getattr(each, what) for each in self.phases) for what in ("allocated", "reserved")}
         return Peaks(**most)
 
@@ -53,7 +53,7 @@ class Receipts(Strict):
 
 
 def report(outs: Sequence[Path]) -> None:
-    """Add what lies in `outs` to the receipts, and write the page. A failure replaces no receipt."""
+    """Add the results in `outs` to the receipts, and write the page. A failure replaces no receipt."""
     kept = {each.name: each for each in measured()}
     for found in (_measured(point, out) for out in outs for point in POINTS):
         if found is not None and not (found.failed and found.name in kept):
@@ -65,7 +65,7 @@ def report(outs: Sequence[Path]) -> None:
 
 
 def page(predicted: Predictions, again: Predictions, taken: dict[str, Measured]) -> str:
-    """The page of all points that were measured so far, with the replay of today."""
+    """The page of all points measured so far, with today's replay."""
     pairs = beside(predicted, taken)
     first = next(found for _, found in pairs if not found.failed)
     sides = {"in the open": [p for p in pairs if not p[0].held_out], "held out": [p for p in pairs if p[0].held_out]}
@@ -90,24 +90,24 @@ def page(predicted: Predictions, again: Predictions, taken: dict[str, Measured])
 
 
 def replayed() -> Predictions:
-    """What the emulated GPU of today says of all points."""
+    """The answers of today's emulated GPU for all points."""
     return Predictions.model_validate_json(REPLAYED.read_bytes())
 
 
 def beside(predicted: Predictions, taken: dict[str, Measured]) -> list[tuple[Predicted, Measured]]:
-    """The points that were measured, beside what was predicted."""
+    """A row for each measured point, with its prediction."""
     return [(each, taken[each.name]) for each in predicted.points if each.name in taken]
 
 
 def _unmeasured(predicted: Predictions, taken: dict[str, Measured]) -> str:
-    """The points that were not measured, by name."""
+    """Names of points that were not measured."""
     names = [each.name for each in predicted.points if each.name not in taken]
     return f"No measurement is kept of {'; '.join(names)}." if names else ""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """How far the highest peaks of so many points are off, as shares of what was measured; `worst` has its sign."""
+    """How far the highest peaks of several points are off, as shares of what was measured. `worst` has a sign."""
 
     compared: int
     exact: int
@@ -122,10 +122,8 @@ class Errors:
 
 
 def errors(pairs: Iterable[tuple[Predicted, Measured]], what: str) -> Errors | None:
-    """How far "allocated" or "reserved" bytes are off; None where nothing compares.
-
-    A point compares if it fits the GPU, as predicted and as measured.
-    """
+    """How far "allocated" or "reserved" bytes are off, or None if nothing compares. A point compares if it fits the
+    GPU, as predicted and as measured."""
     both = [(each.emulated, found) for each, found in pairs if found.phases]
     offs = [_off(ours, found, what) for ours, found in both if not isinstance(ours, str)]
     if not offs:
@@ -200,7 +198,7 @@ def _measured(point: Point, out: Path) -> Measured | None:
 
 
 def _why(said: str) -> str:
-    """The one sentence that tells a reader why a process ended."""
+    """The sentence of an output that says why a process ended."""
     for sentence in (_FULL, "a step was not taken, since its gradients are not finite"):
         if sentence in said:
             return sentence
@@ -208,7 +206,7 @@ def _why(said: str) -> str:
 
 
 def _shortened(timing: Timing) -> Timing:
-    """With the kernels that took longest."""
+    """The result with only the kernels that took longest."""
     rows = sorted(timing.kernels.items(), key=lambda row: -row[1].seconds)[:10]
     return timing.model_copy(update={"kernels": {name[:80]: spent for name, spent in rows}})
 

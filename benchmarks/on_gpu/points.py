@@ -1,6 +1,7 @@
-"""What the matrix of real training steps asks of one H100: model, strategy, depth, allocator; most important first.
+"""The matrix's training steps for one H100: model, strategy, depth and allocator, most important first.
 
-Each point was written down before it was measured. A micro-batch of one more than the largest is to run out of memory.
+Each point was written down before it was measured. A micro-batch of one more than the largest should run out of
+memory.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ MEASURED_BY = FlowMatchingSpec()
 @dataclass(frozen=True)
 class Point:
     """A strategy on one GPU for a model with at most `blocks` of each list of blocks (0: the whole model).
-
-    `held_out`: measured last; no rule and no constant is made from it.
-    """
+    `held_out`: measured last; no rule and no constant is made from it."""
 
     model: str
     strategy: str
@@ -42,14 +41,12 @@ class Point:
 
     @property
     def key(self) -> str:
-        """A file name of its own."""
+        """Its file name."""
         return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-")
 
     def asked(self) -> tuple[StepRequest, Gpu]:
         """The two steps, with the objective of the measured run, and the GPU. Its encoders took a whole micro-batch.
-
-        Raises UserError for what the catalogue does not know.
-        """
+        Raises UserError for what the catalogue does not know."""
         gpu, model = catalog.resolve_gpu(GPU), catalog.find_model(self.model)
         if self.blocks:
             model = few_blocks(model, self.blocks)
@@ -59,7 +56,7 @@ class Point:
 
 
 def few_blocks(model: CatalogModel, most: int) -> CatalogModel:
-    """`model` with at most so many blocks of each list."""
+    """`model` with at most this many blocks of each list."""
     inputs = FAMILIES[model.spec.class_name]
     most += most % 2 if inputs.even else 0
     kwargs, lists = dict(model.spec.kwargs), []
@@ -77,5 +74,5 @@ def few_blocks(model: CatalogModel, most: int) -> CatalogModel:
 
 
 POINTS = tuple(Point(**each) for each in json.loads(Path(__file__).with_suffix(".json").read_text()))
-"""Compiled blocks and FP8; whole models, and two blocks of each kind of kernel and optimizer, in turn, so that what is
-interrupted has both. Then engines, and those that are held out."""
+"""Compiled blocks and FP8. Whole models alternate with two blocks of each kind of kernel and optimizer, so that an
+interrupted run has both. Engines and held-out points come last."""

@@ -1,4 +1,4 @@
-"""What an emulated GPU says of the matrix's points: peaks, and seconds of a step."""
+"""Predict the matrix's points on an emulated GPU: peaks, and seconds of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPLAYED = PREDICTED.with_name("replayed.json")
 
 
 class Peaks(Strict):
-    """The most bytes that torch has allocated, in whole blocks of its allocator, and reserved."""
+    """The most bytes that torch allocated, in whole blocks of its allocator, and reserved."""
 
     allocated: NonNegativeInt
     reserved: NonNegativeInt
@@ -48,7 +48,7 @@ class Predictions(Strict):
 
 
 def predict(points: Sequence[Point], path: Path, known: Sequence[Predicted] = ()) -> None:
-    """Run points on the emulated GPU, print a line for each, and write `path`. Those that are `known` stay."""
+    """Run points on the emulated GPU, print a line for each, and write `path`. Points in `known` stay."""
     found = {each.name: each for each in known}
     missing = [point for point in points if point.name not in found]
     for each in _predicted(missing) if missing else ():
@@ -69,7 +69,7 @@ def _predicted(points: Sequence[Point]) -> Iterator[Predicted]:
 
 
 def predicted(point: Point, cards: EmulatedGpus) -> Predicted:
-    """The point, as it runs within the GPU's memory."""
+    """Run the point within the GPU's memory."""
     request, gpu = point.asked()
     strategy = request.strategy
     capacity = gpu.usable_bytes - non_torch(strategy, gpu).high_bytes

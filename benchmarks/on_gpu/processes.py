@@ -1,4 +1,4 @@
-"""Processes that each run one point of the matrix, started ahead: imports of one run beside steps of another."""
+"""Processes that each run one point of the matrix. They start ahead: they import while another point runs its steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Ahead:
-    """The processes of `points`, a few of them waiting with everything imported."""
+    """The processes of `points`. A few wait with everything imported."""
 
     def __init__(self, points: Sequence[Point], out: Path, steps: int) -> None:
         self._points, self._out, self._steps = deque(points), out, steps
@@ -33,7 +33,7 @@ class Ahead:
             process.communicate()
 
     def run(self, point: Point, timeout_s: float) -> str | None:
-        """Let the process of `point`, the next one, run; what it said where it wrote no answer."""
+        """Let the process of `point`, the next one, run. Returns its output if it wrote no answer."""
         expected, process = self._waiting.popleft()
         assert expected == point
         self._fill()

@@ -1,1 +1,1 @@
-"""What `benchmarks/recipes.py` finds of a recipe besides its training: extraction on its GPUs, and what it saves."""
+"""What `benchmarks/recipes.py` finds of a recipe beside its training: extraction on its GPUs, and what it saves."""

@@ -1,4 +1,4 @@
-"""`bigdit extract` of a recipe on its emulated GPUs, with made-up samples, beside attempts of its encoders alone."""
+"""Run a recipe's `bigdit extract` on its emulated GPUs with made-up samples, and its encoders alone."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from bigdit.recipes import MEASURED, Extraction, Recipe
 
 ROOT = Path(__file__).parents[2]
 MOST = 8
-"""Images of a size. Of videos one, which has as many frames."""
+"""Images of each size. Of videos one, which has as many frames."""
 
 
 def stages_of(found: Recipe) -> list[dict[str, Any]]:
-    """The YAML of each stage; of a run without stages the whole."""
+    """The YAML of each stage, or of the whole run if it has no stages."""
     documents, _ = read_stages(_file(found, MEASURED.parent), [])
     return documents
 
 
 def waiting_bytes(found: Recipe) -> int:
-    """Bytes of encoders' weights that wait on the host where encoders take turns; 0 where they do not."""
+    """Bytes of encoders' weights that wait in CPU memory if encoders take turns, else 0."""
     turns = [each for each in encode_batches(found, MEASURED.parent) if each.way == "in turns"]
     return max((round(each.need.waiting) for each in turns), default=0)
 
 
 def emulated_bytes(found: Recipe, folder: Path, samples: int) -> int | None:
-    """What torch allocates for so many samples by the encoders alone, or for as many as it encodes at once if these are
-    fewer. The recipe and its encoders' weights lie in `folder`. None if the catalogue lacks an encoder."""
+    """Bytes that torch allocates if the encoders alone encode this many samples, or as many as fit into a batch.
+    `folder` has the recipe and the encoders' weights. None if the catalogue lacks an encoder."""
     taken = (each.need.taken(each.way, min(each.size, samples)) for each in encode_batches(found, folder) if each.way)
     return max(map(round, taken), default=None)
 
 
 def encode_batches(found: Recipe, folder: Path) -> list[EncodeBatch]:
-    """What each stage of a recipe in `folder` encodes at once, if the catalogue has all encoders."""
+    """The batch sizes of each stage's encoders for a recipe in `folder`, if the catalogue has all encoders."""
     gpu, (documents, _) = catalog.resolve_gpu(found.about.gpu), read_stages(_file(found, folder), [])
     batches = (encode_batch(parse_run(document, found.name), gpu) for document in documents)
     return [each for each in batches if each is not None]
@@ -58,7 +58,7 @@ def _file(found: Recipe, folder: Path) -> Path:
 
 def extraction(found: Recipe, hub: Path, folder: Path) -> Extraction:
     """What extraction takes of a GPU, for MOST images or one video of each of the largest sizes. Captions fill all
-    tokens. Raises RuntimeError where it does not end well."""
+    tokens. Raises RuntimeError if it fails."""
     each = 1 if found.samples == "videos" else MOST
     run = extracted(found, hub, folder, each)
     if run.exit_status or run.highest is None:
@@ -74,11 +74,9 @@ def extraction(found: Recipe, hub: Path, folder: Path) -> Extraction:
 
 
 def extracted(found: Recipe, hub: Path, folder: Path, each: int, *changed: str, values: bool = True) -> EmulatedRun:
-    """`bigdit extract` on the recipe's GPUs, in `folder`, of so many samples of each size; what its processes took.
-
-    Without `values` it is sooner done, and a pipeline that keeps the tokens that a mask says, such as Qwen-Image's,
-    keeps none.
-    """
+    """Run `bigdit extract` on the recipe's GPUs, in `folder`, for this many samples of each size. Returns what its
+    processes took. Without `values` it is faster, and a pipeline that keeps the tokens of a mask, such as
+    Qwen-Image's, keeps none."""
     weights = weights_in(hub, found)
     _file(found, folder).write_text(found.text.replace(found.weights, str(weights)))
     count = make_samples(parse_run(stages_of(found)[-1], found.name), folder, each)
@@ -93,13 +91,14 @@ def extracted(found: Recipe, hub: Path, folder: Path, each: int, *changed: str, 
 
 
 def weights_in(hub: Path, found: Recipe) -> Path:
-    """The recipe's repository in a hub's cache."""
+    """The recipe's repository in a hub cache."""
     (weights,) = hub.glob(f"models--{found.about.repository.replace('/', '--')}/snapshots/*")
     return weights
 
 
 def make_samples(run: RunConfig, folder: Path, each: int) -> int:
-    """So many images or videos of each of the run's sizes where it looks for its own, below `folder`; how many."""
+    """Make images or videos of each of the run's sizes where the run looks for them, below `folder`. Returns their
+    count."""
     (source,) = run.data.images
     root = folder / source.path
     if source.label is not None:
@@ -116,7 +115,7 @@ def make_samples(run: RunConfig, folder: Path, each: int) -> int:
 
 
 def _write(file: Path, bucket: tuple[int, ...], shade: int, fps: float | None) -> None:
-    """An image of one colour, or an animation that is shown somewhat longer than its frames at `fps`."""
+    """Write an image of one colour, or an animation that lasts somewhat longer than its frames at `fps`."""
     *_, height, width = bucket
     frames = [Image.new("RGB", (width, height), (90 * number % 256, shade, 9)) for number in range(frames_of(bucket))]
     if fps is None:

@@ -1,4 +1,4 @@
-"""What a run saves: the bytes of its checkpoint as they lie on a disk, and how many there are at once."""
+"""What a run saves: the bytes of its checkpoint on disk, and how many checkpoints exist at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bigdit.train.saves import due, is_due
 
 
 def saved(checkpoint: Folder, output: Path, stages: Sequence[Stage]) -> DiskNeed:
-    """A checkpoint of `output` and its export, and how many there will be of a run of these stages."""
+    """A checkpoint of `output` and its export, and how many a run of these stages keeps."""
     steps = [step for each in stages for step in range(each.start + 1, each.end + 1) if due(each.run, step, each.end)]
     ends, train = [each.end for each in stages], stages[-1].run.train
     there = [kept_steps(steps[:count], train.keep_checkpoints, train.keep_every) for count in range(len(steps) + 1)]
@@ -39,7 +39,7 @@ def saved(checkpoint: Folder, output: Path, stages: Sequence[Stage]) -> DiskNeed
 
 
 def bytes_of_kinds(file: Path) -> Counter[str]:
-    """Of the tensors in a file of a checkpoint, by what they are: `engines/state.py` has their names."""
+    """Bytes of a checkpoint file's tensors by kind, named as in `engines/state.py`."""
     with open(file, "rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
     found = Counter[str]()

@@ -1,12 +1,12 @@
-"""Checkpoints: each process's parts of the training state, by parameters' names; safetensors and JSON only.
+"""Checkpoints: each process's slices of the training state, by parameters' names; safetensors and JSON only.
 
-1. Each engine's `shards()` says which elements of which parameters its masters hold. `engines/state.py` makes places
-   of them: runs of masters, EMA and optimizer state, by parameters' names.
-2. `saver.py` copies them to CPU memory and hands them to a thread. torch's distributed checkpoint plans who writes
-   what, and each process writes a file. The first process commits the folder and deletes old ones.
-3. `folder.py` finds the checkpoint that a run resumes from, and reads all its bytes. `restore.py` checks whether the
-   run can resume, and fills the places of its engine, whichever that is. `export.py` makes diffusers' format.
-4. The next start cleans up after a killed run: it removes temporary names and makes missing exports.
+1. Each engine's `shards()` says which elements of which parameters its masters hold. From these `engines/state.py`
+   makes slices of masters, EMA and optimizer state, by parameters' names.
+2. `saver.py` copies them to CPU memory, and a thread writes them. torch's distributed checkpoint plans which process
+   writes what, and each process writes one file. The main process commits the folder and deletes old ones.
+3. `folder.py` finds the checkpoint that a run resumes from, and verifies its files. `restore.py` checks whether the run
+   can resume, and fills the slices of any engine. `export.py` writes diffusers' format.
+4. After a killed run, the next start removes temporary files and writes missing exports.
 """
 
 from bigdit.checkpoint.export import PostHoc, export

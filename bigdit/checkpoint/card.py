@@ -1,6 +1,6 @@
-"""A model card: README.md beside exported weights, with the front matter that the Hugging Face hub reads.
+"""Writes a model card: README.md next to exported weights, with the front matter of the Hugging Face hub.
 
-It names sources by the last part of their paths alone. Source: https://huggingface.co/docs/hub/model-cards.
+It shows only the last part of sources' paths. Source: https://huggingface.co/docs/hub/model-cards.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _tags(spec: ModelSpec, strategy: Strategy, run: Mapping[str, Any]) -> list[s
 def _rows(
     checkpoint: Checkpoint, spec: ModelSpec, strategy: Strategy, published: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
-    """What to say of the run, by key."""
+    """The rows of the card's table."""
     state, output = checkpoint.state, checkpoint.folder.parents[1]
     record, receipt = _read(output / RECORD), _read(output / RECEIPT)
     yield "Class", spec.class_name
@@ -76,12 +76,11 @@ def _rows(
     step, batch = state["step"], strategy.global_batch_size
     yield "Data", ", ".join(_sources(state["run"])) or "not known"
     yield "Steps", f"{step:,} of {batch:,} samples: {step * batch:,} samples, counted with repeats"
-    lora, beside = strategy.lora, strategy.controlnet
-    whole = "all weights" if beside is None else f"a ControlNet of {how_many(beside.blocks, 'block')}"
-    yield (
-        "Trained",
-        f"{lora.title}, rank {lora.rank}, alpha {lora.alpha:g}, base {lora.base}" if lora else whole,
-    )
+    lora, controlnet = strategy.lora, strategy.controlnet
+    trained = "all weights" if controlnet is None else f"a ControlNet of {how_many(controlnet.blocks, 'block')}"
+    if lora is not None:
+        trained = f"{lora.title}, rank {lora.rank}, alpha {lora.alpha:g}, base {lora.base}"
+    yield "Trained", trained
     optimizer = strategy.optimizer
     yield "Optimizer", f"{OPTIMIZERS[optimizer.name]}, learning rate {optimizer.lr:g}"
     if device := at(record, ("device",)):
@@ -93,12 +92,12 @@ def _rows(
         yield "Memory", f"{f'planned {gib(planned)}, ' if planned else ''}measured {gib(measured)} reserved by torch"
     if speed := at(receipt, ("samples_per_second",)):
         yield "Speed", f"{speed:g} samples a second"
-    used = state.get("versions") or versions()  # while it trains, a state has none yet
+    used = state.get("versions") or versions()  # the state of a running training has none
     yield "Versions", ", ".join(f"{name} {used[name]}" for name in ("bigdit", "torch", "diffusers") if name in used)
 
 
 def _published(name: str, base: Path) -> tuple[str, ...]:
-    """The repositories that a base may be of: the one that its path names, else all of the model."""
+    """The repositories that a base may come from: the one in its path, else all of the model."""
     found = repositories(name)
     parts = {part.replace("models--", "").replace("--", "/").lower() for part in base.parts}
     named = tuple(each for each in found if {each.lower(), each.rpartition("/")[2].lower()} & parts)
@@ -119,7 +118,7 @@ def _prompt(run: Mapping[str, Any]) -> str | None:
 
 
 def _licence(base: Path) -> dict[str, str]:
-    """The licence in the card of a base's folder, or of the pipeline around it; empty without one."""
+    """The licence in the model card of a base's folder, or of its pipeline; empty without one."""
     for folder in (base, base.parent):
         try:
             text = read_bytes(folder / FILE).decode()

@@ -1,6 +1,6 @@
-"""The weights of a checkpoint in diffusers' format, a file at a time: the model is never whole in memory.
+"""Exports a checkpoint's weights in diffusers' format, with one file in memory at a time.
 
-An EMA of another width is made after the run, from those that were kept (Karras et al., arXiv:2312.02696).
+Computes EMAs of other widths after the run, from saved ones (Karras et al., arXiv:2312.02696).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,14 @@ from bigdit.files import commit_folder, filling
 from bigdit.strategy import EmaSpec, LoraSpec, ModelSpec, Strategy
 
 MOST_ERROR = 0.05
-"""The largest error of a post-hoc profile, as a share of the length of the requested one."""
+"""The largest error of a post-hoc EMA's profile, as a share of the requested profile's length."""
 
 
 class PostHoc:
-    """The EMA of `width` at a checkpoint's step, from its own EMAs and those of its run's snapshots.
+    """The EMA of `width` at a checkpoint's step, from its own EMAs and its run's snapshots.
 
-    `error`: of its profile, as a share of the requested one's length; `message` tells it. All files are verified.
-    Raises UserError where there are no snapshots, or the width is too far from those that were kept.
+    `error`: of its profile, as a share of the requested profile's length; `message` has it in words. All files are
+    verified. Raises UserError if there are no snapshots, or the error is too large.
     """
 
     def __init__(self, checkpoint: Checkpoint, width: float) -> None:
@@ -52,8 +52,9 @@ class PostHoc:
         if not checkpoint.has_ema or ema.widths is None:
             has = f"an EMA with strategy.{ema.profile}" if checkpoint.has_ema else "no EMA"
             raise UserError(f"--ema-width: {checkpoint.folder} holds {has}; train with strategy.ema.widths")
-        # By how many steps they have taken in: of two with the same count one is enough.
-        self._kept: list[Saved] = list({each.state["updates"]: each for each in _kept(checkpoint)}.values())
+        saved = (*snapshots_of(checkpoint), checkpoint)
+        # One for each number of updates; 0 updates if all steps were skipped.
+        self._kept: list[Saved] = list({n: each for each in saved if (n := each.state["updates"])}.values())
         if len(self._kept) < 2:
             raise UserError(
                 f"--ema-width: {checkpoint.folder} has no EMA snapshots before it; train with train.snapshot_every"
@@ -74,7 +75,7 @@ class PostHoc:
             verify(each)
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill parameters by name with sums in fp64, some at a time."""
+        """Fill parameters by name with sums in fp64, few at a time."""
         for names in few_at_once(tensors):
             sums = {name: torch.zeros(tensors[name].shape, dtype=torch.float64) for name in names}
             for each, shares in zip(self._kept, self._shares, strict=True):
@@ -89,34 +90,26 @@ class PostHoc:
 
     @torch.no_grad()
     def load(self, model: nn.Module) -> None:
-        """Fill the trained parameters, of a model with adapters theirs alone, rounded to their dtypes."""
+        """Fill the trained parameters (with adapters only theirs), rounded to their dtypes."""
         self.fill(trained(model))
-
-
-def _kept(checkpoint: Checkpoint) -> Iterator[Saved]:
-    """What EMAs can be made of: the snapshots, and the checkpoint itself."""
-    for each in (*snapshots_of(checkpoint), checkpoint):
-        if each.state["updates"]:  # 0 where all steps were skipped
-            yield each
 
 
 Array = npt.NDArray[np.float64]
 _LEAST = 1e-12
-"""Relative to the largest singular value. Below it there is rounding: of snapshots that lie close, summed with 16
-digits."""
+"""The smallest singular value, as a share of the largest. Smaller ones are rounding errors of close snapshots."""
 
 
 def coefficients(kept: Sequence[tuple[int, float]], wanted: tuple[int, float]) -> tuple[Array, float]:
-    """(how much of each EMA makes the requested one, the error of its profile as a share of its own length).
+    """The coefficients of EMAs whose sum is the wanted EMA, and the error of its profile as a share of its length.
 
-    All are (steps taken in, width). The coefficients sum up to one, because constant weights must stay as they are.
+    EMAs are given as (updates, width). The coefficients sum to one, so that constant weights do not change.
     """
     steps, widths = np.array(kept, dtype=np.float64).T
     exponents = np.array([exponent(width) for width in widths])
     end, last = float(wanted[0]), exponent(wanted[1])
     among = _product(steps[:, None], exponents[:, None], steps, exponents)
     against, own = _product(steps, exponents, end, last), float(_product(end, last, end, last))
-    lengths = np.sqrt(np.diag(among))  # all are divided by them: the profiles of early steps are high
+    lengths = np.sqrt(np.diag(among))  # profiles of early steps are high: divide all by their lengths
     found = np.linalg.lstsq(among / np.outer(lengths, lengths), against / lengths, rcond=_LEAST)[0] / lengths
     found = found / found.sum()
     return found, float(np.sqrt(max(found @ among @ found - 2 * found @ against + own, 0.0) / own))
@@ -125,7 +118,7 @@ def coefficients(kept: Sequence[tuple[int, float]], wanted: tuple[int, float]) -
 def _product(steps: Any, exponents: Any, others: Any, theirs: Any) -> Array:
     """The integral of the product of two profiles, over the steps that both have (ibid., appendix C).
 
-    By logarithms: t^γ of a narrow one overflows.
+    It uses logarithms: t^γ of a narrow profile overflows.
     """
     shared = np.log(np.minimum(steps, others))
     grown = (exponents + theirs + 1) * shared - (exponents + 1) * np.log(steps) - (theirs + 1) * np.log(others)
@@ -151,22 +144,20 @@ def export(
     single_file: Kind | None = None,
     replace: bool = True,
 ) -> None:
-    """Write `transformer/`, and `transformer_ema/` where there is an EMA, to `folder`, whole or not at all; of a
-    ControlNet `controlnet/`.
+    """Write a verified checkpoint to `folder`, all or nothing, with a model card as README.md.
 
-    With `posthoc` it is that EMA. The `pipeline`, where one is given, is written around them. Weights are fp32; of LoRA
-    they are the adapters, as diffusers' `load_lora_weights` and ComfyUI read them. README.md is a model card, and
-    `single_file/` has the models in one file each, where it is asked for. The checkpoint was verified before, and no
-    other process writes the folder. Raises UserError where it cannot be written, or holds anything and is not to be
-    `replace`d.
+    `transformer/` (`controlnet/` for a ControlNet) has fp32 weights, or LoRA adapters in the formats of diffusers'
+    `load_lora_weights` and ComfyUI. `transformer_ema/` has the EMA, or `posthoc`. With `single_file`, a folder of that
+    name has each model in one file. `pipeline`: its other parts are written too. No other process may write the folder.
+    Raises UserError if it cannot be written, or has content and not `replace`.
     """
     pieces = [] if single_file is None else _pieces(checkpoint)
     try:
         with filling(folder) as temporary:
-            ways = _ways(checkpoint, posthoc)
-            _write(checkpoint, ways, temporary)
+            fills = _fills(checkpoint, posthoc)
+            _write(checkpoint, fills, temporary)
             if single_file is not None:
-                _write_single_files(checkpoint, ways, single_file, pieces, temporary / SINGLE_FILE)
+                _write_single_files(checkpoint, fills, single_file, pieces, temporary / SINGLE_FILE)
             if pipeline is not None:
                 pipeline.write(temporary)
             (temporary / CARD).write_text(card(checkpoint))
@@ -175,29 +166,28 @@ def export(
         raise UserError(f"cannot export to {folder}: {error}") from error
 
 
-def _ways(checkpoint: Checkpoint, posthoc: PostHoc | None) -> list[tuple[str, Fill]]:
-    """The folders of weights, and what fills their tensors."""
+def _fills(checkpoint: Checkpoint, posthoc: PostHoc | None) -> list[tuple[str, Fill]]:
+    """The folders of weights, and the functions that fill their tensors."""
     average = functools.partial(load_kind, checkpoint, EMA) if posthoc is None else posthoc.fill
-    beside = checkpoint.state["strategy"].get("controlnet") is not None
-    ways: list[tuple[str, Fill]] = [(CONTROLNET if beside else TRANSFORMER, functools.partial(load_used, checkpoint))]
-    return ways + ([(f"{ways[0][0]}_ema", average)] if checkpoint.has_ema else [])
+    name = TRANSFORMER if checkpoint.state["strategy"].get("controlnet") is None else CONTROLNET
+    fills: list[tuple[str, Fill]] = [(name, functools.partial(load_used, checkpoint))]
+    return fills + ([(f"{name}_ema", average)] if checkpoint.has_ema else [])
 
 
-def _write(checkpoint: Checkpoint, ways: Sequence[tuple[str, Fill]], folder: Path) -> None:
+def _write(checkpoint: Checkpoint, fills: Sequence[tuple[str, Fill]], folder: Path) -> None:
     spec = ModelSpec.model_validate(checkpoint.state["model"])
     strategy = Strategy.model_validate(checkpoint.state["strategy"])
-    for name, fill in ways:
+    for name, fill in fills:
         (folder / name).mkdir()
         if strategy.lora is not None:
             _write_adapters(checkpoint, spec, strategy.lora, fill, folder / name)
         elif strategy.controlnet is not None:
-            _write_model(
-                checkpoint, models.controlnet(spec, strategy.controlnet), fill, folder / name, f"{CONTROLNET}."
-            )
+            model = models.controlnet(spec, strategy.controlnet)
+            _write_model(checkpoint, model, fill, folder / name, f"{CONTROLNET}.")
         else:
             _write_model(checkpoint, models.skeleton(spec, dtype=torch.float32), fill, folder / name)
         write_checksums(folder / name)
-    for file in folder.rglob("*.safetensors"):  # safetensors makes files of their owner alone, whatever the umask
+    for file in folder.rglob("*.safetensors"):  # safetensors ignores the umask: only the owner could read them
         file.chmod(folder.stat().st_mode & 0o666)
 
 
@@ -206,35 +196,35 @@ def _pieces(checkpoint: Checkpoint) -> list[models.Piece]:
         raise UserError(f"--single-file: {checkpoint.folder} holds a ControlNet, which is one folder; leave it out")
     if checkpoint.state["strategy"].get("lora") is not None:
         raise UserError(
-            f"--single-file: {checkpoint.folder} holds adapters, whose files ComfyUI reads beside the model; leave it "
+            f"--single-file: {checkpoint.folder} holds adapters, whose files ComfyUI reads next to the model; leave it "
             "out"
         )
     return models.single_file_layout(ModelSpec.model_validate(checkpoint.state["model"]))
 
 
 def _write_single_files(
-    checkpoint: Checkpoint, ways: Sequence[tuple[str, Fill]], kind: Kind, pieces: Sequence[models.Piece], folder: Path
+    checkpoint: Checkpoint, fills: Sequence[tuple[str, Fill]], kind: Kind, pieces: Sequence[models.Piece], folder: Path
 ) -> None:
     folder.mkdir()
     spec, shapes = ModelSpec.model_validate(checkpoint.state["model"]), _shapes(checkpoint)
     state = models.skeleton(spec, dtype=torch.float32).state_dict()
     buffers = {name: tensor for name, tensor in state.items() if name not in shapes}
-    for name, fill in ways:
+    for name, fill in fills:
         called = re.sub(r"[^\w.+-]+", "-", spec.name) + name.removeprefix(TRANSFORMER).replace("_", "-")
         file = folder / f"{called}-{kind}.safetensors"
         write_single_file(file, kind, pieces, shapes, buffers, fill)
     write_checksums(folder)
 
 
-def _write_model(checkpoint: Checkpoint, model: nn.Module, fill: Fill, folder: Path, within: str = "") -> None:
-    """`within`: what the names of its parameters begin with in the checkpoint."""
-    shapes = {name.removeprefix(within): shape for name, shape in _shapes(checkpoint).items()}
+def _write_model(checkpoint: Checkpoint, model: nn.Module, fill: Fill, folder: Path, prefix: str = "") -> None:
+    """`prefix`: of its parameters' names in the checkpoint."""
+    shapes = {name.removeprefix(prefix): shape for name, shape in _shapes(checkpoint).items()}
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in shapes}
     described = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()} | buffers
     split = split_torch_state_dict_into_shards(described, filename_pattern=_FILE, max_shard_size=_MOST)
     for file, names in split.filename_to_tensors.items():
         here = {name: torch.empty(shapes[name]) for name in names if name in shapes}
-        fill({f"{within}{name}": tensor for name, tensor in here.items()})
+        fill({f"{prefix}{name}": tensor for name, tensor in here.items()})
         here |= {name: buffers[name].contiguous() for name in names if name in buffers}
         save_file(here, folder / file, metadata={"format": "pt"})
     if split.is_sharded:

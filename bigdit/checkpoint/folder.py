@@ -1,17 +1,16 @@
-"""Where checkpoints lie: `OUTPUT/checkpoints/step-00000800`, and a file `latest` next to them.
+"""The layout of checkpoints: `OUTPUT/checkpoints/step-00000800`, and a file `latest` next to them.
 
-    engine/       rank-00000-of-00002.safetensors: the runs of masters, optimizer state and EMA that a process had
-    state.json    step, lineage, model and its parameters' shapes, strategy, versions, and checksums: of each other file
-                  and of itself
+    engine/       rank-00000-of-00002.safetensors: one process's slices of masters, optimizer state and EMA
+    state.json    step, lineage, model and its parameters' shapes, strategy, versions, and checksums of all files
 
-`latest` names the checkpoint that the run resumes from; it changes last.
+`latest` names the checkpoint that the run resumes from; it is written last.
 
-Snapshots of a run's EMAs: `OUTPUT/ema_snapshots/step-00000800`, laid out as checkpoints, with EMAs alone.
+Snapshots of a run's EMAs are in `OUTPUT/ema_snapshots/step-00000800`, in the same layout:
 
-    engine/          rank-00000-of-00002.safetensors: the runs of EMAs that a process had
-    snapshot.json    step, how many steps the EMAs have taken in, model, strategy, shapes, checksums
+    engine/          rank-00000-of-00002.safetensors: one process's slices of EMAs
+    snapshot.json    step, number of EMA updates, model, strategy, shapes, checksums
 
-A checkpoint names those of its own course, each by the checksum of its snapshot.json.
+A checkpoint names the earlier snapshots of its run, each with the checksum of its snapshot.json.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 import xxhash
@@ -49,10 +48,10 @@ ALONE = World()
 
 
 class SavedState(Strict):
-    """What the JSON of a folder of tensors holds, except its own checksum.
+    """The JSON of a folder of tensors, without its own checksum.
 
-    `updates`: how many steps the EMAs have taken in, None without; `parameters`: their shapes; `checksums`: of each
-    file, by its path in the folder.
+    `updates`: the number of EMA updates, None without EMA; `parameters`: their shapes; `checksums`: by path in the
+    folder.
     """
 
     step: Natural
@@ -65,7 +64,7 @@ class SavedState(Strict):
 
 
 class CheckpointState(SavedState):
-    """What state.json holds. Keys with a default may be missing."""
+    """The content of state.json. Keys with a default may be missing."""
 
     lineage: list[Natural]
     local: Switch
@@ -78,10 +77,13 @@ class CheckpointState(SavedState):
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole folder of tensors by name on disk, and its JSON."""
+    """A complete folder of tensors by name on disk, and its JSON."""
 
     folder: Path
     state: dict[str, Any]
+    kind: ClassVar[str] = ""
+    document: ClassVar[str] = ""
+    """The name of its JSON."""
 
     @property
     def step(self) -> int:
@@ -90,21 +92,24 @@ class Saved:
 
     @property
     def engine(self) -> Path:
-        """Files of the training state."""
+        """The folder of safetensors files."""
         return self.folder / ENGINE
 
     def files(self) -> list[Path]:
-        """Those whose checksums the JSON holds."""
+        """The files whose checksums the JSON holds."""
         return [self.folder / name for name in sorted(self.state["checksums"])]
 
 
 @dataclass(frozen=True)
 class Checkpoint(Saved):
-    """A whole checkpoint on disk, and its state.json."""
+    """A complete checkpoint on disk, and its state.json."""
+
+    kind = "checkpoint"
+    document = STATE
 
     @property
     def lineage(self) -> list[int]:
-        """Steps of the checkpoints that this one descends from, as far as they were there, and its own."""
+        """The steps of the checkpoints that it descends from and that existed, and its own step."""
         return list(map(int, self.state["lineage"]))
 
     @property
@@ -114,15 +119,15 @@ class Checkpoint(Saved):
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint's folder. Raises UserError where its state.json is missing or was changed."""
+    """A checkpoint's folder. Raises UserError if its state.json is missing or was changed."""
     kept, _ = read_state(folder, STATE, "a checkpoint", CheckpointState)
     if NAME.fullmatch(folder.name) and folder.name != name_of(kept["step"]):
-        raise UserError(f"{folder} holds {name_of(kept['step'])}: it lies in the place of another")
+        raise UserError(f"{folder} holds {name_of(kept['step'])}: its folder has the name of another")
     return Checkpoint(folder, kept)
 
 
 def read_state(folder: Path, name: str, kind: str, expected: type[SavedState]) -> tuple[dict[str, Any], str]:
-    """What `write_state` wrote under the `expected` keys, and its checksum. Raises UserError where it is missing or was
+    """The `expected` keys of what `write_state` wrote, and its checksum. Raises UserError if it is missing or was
     changed."""
     file = folder / name
     try:
@@ -133,7 +138,7 @@ def read_state(folder: Path, name: str, kind: str, expected: type[SavedState]) -
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({str(error)[:200]})") from None
     if known != _digest(state):
-        raise UserError(f"{file} is damaged: its checksum is not its own")
+        raise UserError(f"{file} is damaged: its checksum does not match its content")
     kept = {key: state.get(key, field.default) for key, field in expected.model_fields.items()}
     try:
         expected.model_validate({key: value for key, value in kept.items() if value is not PydanticUndefined})
@@ -144,12 +149,12 @@ def read_state(folder: Path, name: str, kind: str, expected: type[SavedState]) -
 
 
 def name_of(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """The name of a step's folder."""
     return f"step-{step:08d}"
 
 
 def write_state(folder: Path, state: dict[str, Any], name: str = STATE) -> Path:
-    """Write a JSON into the folder, with a checksum of its content."""
+    """Write a JSON into the folder, with a checksum of its content; returns its path."""
     plain = json.loads(json.dumps(state, default=str))
     write_json(folder / name, plain | {_CHECKSUM: _digest(plain)})
     return folder / name
@@ -170,11 +175,11 @@ def checksum(file: Path) -> str:
 
 
 def _next_data(file: int, at: int, size: int) -> int:
-    """Where a hole in the file ends. Its zeros, most of an emulated GPU's checkpoint, need not be read."""
+    """The end of a hole in the file. Its zeros, most of an emulated GPU's checkpoint, need not be read."""
     try:
         return os.lseek(file, at, os.SEEK_DATA)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # to the end of the file
+        if error.errno == errno.ENXIO:  # the hole ends with the file
             return size
         raise
 
@@ -188,9 +193,11 @@ SNAPSHOT = "snapshot.json"
 
 @dataclass(frozen=True)
 class Snapshot(Saved):
-    """A whole snapshot on disk; `digest` is the checksum of its snapshot.json."""
+    """A complete snapshot on disk; `digest`: the checksum of its snapshot.json."""
 
     digest: str
+    kind = "snapshot"
+    document = SNAPSHOT
 
 
 def write_snapshot(folder: Path, state: dict[str, Any]) -> Path:
@@ -199,14 +206,14 @@ def write_snapshot(folder: Path, state: dict[str, Any]) -> Path:
 
 
 def open_snapshot(folder: Path) -> Snapshot:
-    """A snapshot's folder. Raises UserError where its snapshot.json is missing or was changed."""
+    """A snapshot's folder. Raises UserError if its snapshot.json is missing or was changed."""
     return Snapshot(folder, *read_state(folder, SNAPSHOT, "a snapshot of the EMA", SavedState))
 
 
 def snapshots_of(checkpoint: Checkpoint) -> list[Snapshot]:
-    """The snapshots that the checkpoint's run made before it and that still exist, the oldest first.
+    """The existing snapshots that the checkpoint's run made before it, the oldest first.
 
-    Raises UserError where another run's is in the place of one.
+    Raises UserError if one of them was replaced by another run's.
     """
     root, found = checkpoint.folder.absolute().parents[1] / EMA_SNAPSHOTS, []
     for name, digest in sorted(checkpoint.state["snapshots"].items()):
@@ -224,8 +231,8 @@ def snapshots_of(checkpoint: Checkpoint) -> list[Snapshot]:
 def latest(output: Path) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint that a run resumes from, or None before the first; and notices about the choice.
 
-    It is the one that `latest` names; where that is missing or not readable, the whole one that was saved last. Raises
-    UserError where `latest` names one that is not whole.
+    It is the one that `latest` names; if that file cannot be read, the complete one that was saved last. Raises
+    UserError if `latest` names one that is damaged.
     """
     root = output / CHECKPOINTS
     name, why = _named(root / LATEST)
@@ -242,7 +249,7 @@ def latest(output: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def find_checkpoint(path: Path) -> tuple[Checkpoint, list[str]]:
-    """A checkpoint's folder, or the latest of a run's output, with notices. Raises UserError where there is none."""
+    """The checkpoint in a folder, or the latest of a run's output, with notices. Raises UserError if there is none."""
     if (path / STATE).is_file():
         return open_checkpoint(path), []
     found, notices = latest(path)
@@ -267,12 +274,12 @@ def whole(root: Path) -> list[Checkpoint]:
 
 
 def newest(found: list[Checkpoint]) -> Checkpoint:
-    """The one that was saved last."""
+    """The checkpoint that was saved last."""
     return max(found, key=lambda each: (each.state["saved"], each.step))
 
 
 def advice(root: Path, damaged: str) -> str:
-    """What a person can do where the checkpoint named `damaged` is not whole."""
+    """Advice for a person whose checkpoint `damaged` is damaged."""
     others = [found for found in whole(root) if found.folder.name != damaged]
     if not others:
         return "there is no other; choose another output to start again"
@@ -280,7 +287,7 @@ def advice(root: Path, damaged: str) -> str:
 
 
 def _named(pointer: Path) -> tuple[str | None, str]:
-    """The name in `latest`; or None, and why."""
+    """The name in `latest`; or None, and the reason."""
     try:
         text = read_bytes(pointer).decode().strip()
     except FileNotFoundError:
@@ -293,9 +300,9 @@ def _named(pointer: Path) -> tuple[str | None, str]:
 
 
 class Peers:
-    """The processes that save and restore together, in a group of their own: training's collectives continue meanwhile.
+    """All processes of `world`, in a process group of their own, so that training's collectives continue meanwhile.
 
-    All processes of `world` make one at the same place, once training's own group exists.
+    All processes make one at the same place, after training's own group.
     """
 
     def __init__(self, world: World = ALONE) -> None:
@@ -303,7 +310,7 @@ class Peers:
         self.group = dist.new_group(backend="gloo") if world.world_size > 1 else None
 
     def gather(self, value: T) -> list[T]:
-        """Each process's value, by rank, on all."""
+        """The values of all processes, by rank; all call this."""
         if self.group is None:
             return [value]
         found: list[T] = [value] * self.world.world_size
@@ -311,49 +318,41 @@ class Peers:
         return found
 
     def agree(self, problem: str | None) -> None:
-        """Raise UserError on all processes where one has a problem: the first of them."""
+        """Raise UserError with the first problem, on all processes; all call this."""
         for each in self.gather(problem):
             if each is not None:
                 raise UserError(each)
 
 
 def verify(found: Saved, peers: Peers | None = None) -> None:
-    """Raise UserError where a file is missing, too many or changed.
+    """Raise UserError if a file is missing, changed or does not belong there.
 
-    Where several processes call it, with their `peers`, each reads some of the files. All raise the problem of one.
+    With `peers` all processes call it, each reads some of the files, and all raise the same problem.
     """
     peers = Peers() if peers is None else peers
-    kind, document = _names_of(found)
     more = set(found.engine.glob("*.safetensors")) - set(found.files())
-    problems = [f"{min(more)} is no part of its {kind}: {document} does not name it; remove it"] if more else []
+    problems = []
+    if more:
+        problems.append(f"{min(more)} is not part of its {found.kind}: {found.document} does not name it; remove it")
     for file in found.files()[peers.world.rank :: peers.world.world_size]:
         problems += _problem(found, file)
     peers.agree(problems[0] if problems else None)
 
 
 def _problem(found: Saved, file: Path) -> list[str]:
-    kind, document = _names_of(found)
     name = str(file.relative_to(found.folder))
-    if not file.is_file():
-        return [f"the {kind} {found.folder} lacks {name}; {_advice(found)}"]
+    why = ""
     try:
-        if checksum(file) == found.state["checksums"][name]:
+        if file.is_file() and checksum(file) == found.state["checksums"][name]:
             return []
-        why = f"its checksum is not the one in {document}"
     except OSError as error:
         why = str(error)
-    return [f"{file} is damaged: {why}; {_advice(found)}"]
-
-
-def _names_of(found: Saved) -> tuple[str, str]:
-    """Its kind, and the name of its JSON."""
-    return ("checkpoint", STATE) if isinstance(found, Checkpoint) else ("snapshot", SNAPSHOT)
-
-
-def _advice(found: Saved) -> str:
+    fix = "remove the snapshot, and EMAs are made without it"
     if isinstance(found, Checkpoint):
-        return advice(found.folder.parent, found.folder.name)
-    return "remove the snapshot, and EMAs are made without it"
+        fix = advice(found.folder.parent, found.folder.name)
+    if not file.is_file():
+        return [f"the {found.kind} {found.folder} lacks {name}; {fix}"]
+    return [f"{file} is damaged: {why or f'its checksum differs from that in {found.document}'}; {fix}"]
 
 
 CHECKSUMS = "checksums.json"
@@ -361,14 +360,14 @@ _AGAIN = "copy it again, or run `bigdit export` again"
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the xxh3-128 of each file in the folder. Raises UserError where it cannot be written."""
+    """Write the xxh3-128 of each file in the folder. Raises UserError if that fails."""
     write_json(folder / CHECKSUMS, {file.name: checksum(file) for file in sorted(folder.iterdir())})
 
 
 def check_exported(folder: Path) -> None:
-    """Raise UserError where a file of an exported folder is missing, too many or changed.
+    """Raise UserError if a file of an exported folder is missing, changed or does not belong there.
 
-    A folder without checksums, as others write it, is not judged.
+    A folder without checksums, from other software, is not checked.
     """
     if folder.is_file():
         return
@@ -385,6 +384,6 @@ def check_exported(folder: Path) -> None:
     if lacking:
         raise UserError(f"{folder} lacks {lacking[0]}, which its {CHECKSUMS} names; {_AGAIN}")
     if changed:
-        raise UserError(f"{folder / changed[0]} is damaged: its checksum is not the one in {CHECKSUMS}; {_AGAIN}")
+        raise UserError(f"{folder / changed[0]} is damaged: its checksum differs from that in {CHECKSUMS}; {_AGAIN}")
     if more:
-        raise UserError(f"{folder / min(more)} is no part of its export: {CHECKSUMS} does not name it; remove it")
+        raise UserError(f"{folder / min(more)} is not part of its export: {CHECKSUMS} does not name it; remove it")

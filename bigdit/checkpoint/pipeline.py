@@ -1,5 +1,4 @@
-"""The pipeline around exported weights, as diffusers lays it out: the run's encoders, and a scheduler of its
-objective."""
+"""Makes a diffusers pipeline of exported weights, the run's encoders, and a scheduler for its objective."""
 
 from __future__ import annotations
 
@@ -31,15 +30,14 @@ _KEYS = "encoders.text.pipeline, and next to encoders.image.path and model.init_
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline's folder: its `index`, the folder of each of its `parts`, and its scheduler's configuration for the
-    objective."""
+    """A pipeline: its `index`, the folder of each of its `parts`, and its scheduler's configuration."""
 
     index: dict[str, Any]
     parts: dict[str, Path]
     scheduler: dict[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Write all of it but the transformer to `folder`. Raises OSError."""
+        """Write everything but the transformer to `folder`. Raises OSError."""
         for name, source in self.parts.items():
             copy_part(source, folder / name)
         (folder / _SCHEDULER).mkdir()
@@ -48,7 +46,7 @@ class Pipeline:
 
 
 def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
-    """The pipeline whose encoders a checkpoint's run used; or why its weights make none, for people."""
+    """The pipeline whose encoders a checkpoint's run used; or the reason, for people, why there is none."""
     run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
     spec = ModelSpec.model_validate(checkpoint.state["model"])
     if run.strategy.controlnet is not None:
@@ -71,22 +69,22 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
             return f"diffusers loads no adapters of {spec.class_name}; `bigdit sample` generates with them"
         return f"load them over {base}, by {loader}"
     if partial(objective_of(spec, run.objective)) is not None:
-        return f"{base} has two experts; put transformer/ in the place of the one that it goes on from"
+        return f"{base} has two experts; replace the one that training started from with transformer/"
     if run.encoders.text is not None and run.encoders.text.files:
-        return f"encoders.text.files are not in {base}; put the transformer in the place of its own"
+        return f"encoders.text.files are not in {base}; replace its transformer with this one"
     wanted = [name for name, entry in index.items() if _is_part(entry) and name not in (_TRANSFORMER, _SCHEDULER)]
     parts = {name: base / name for name in wanted}
     if isinstance(run.encoders.image, VaeCodec) and _VAE in parts:
         parts[_VAE] = run.encoders.image.path
     problems = (part_problem(part) for part in parts.values())
     if problem := next(filter(None, problems), None):
-        return f"of the pipeline {base} no whole copy can be made: {problem}"
+        return f"the pipeline {base} cannot be copied: {problem}"
     scheduler = _scheduler(base, index, objective_of(spec, run.objective))
     return scheduler if isinstance(scheduler, str) else Pipeline(index, parts, scheduler)
 
 
 def _folders(run: RunConfig) -> Iterator[Path]:
-    """The folders of the run in which a pipeline may lie."""
+    """The run's folders that may be a pipeline."""
     for section in (run.encoders.text, run.encoders.first_frame):
         if section is not None and section.pipeline is not None:
             yield section.pipeline
@@ -99,7 +97,8 @@ def _is_part(entry: Any) -> bool:
 
 
 def _scheduler(base: Path, index: dict[str, Any], objective: ObjectiveSpec) -> dict[str, Any] | str:
-    """The pipeline's own scheduler, set to the objective's noise; or why it cannot have that."""
+    """The configuration of the pipeline's scheduler with the objective's noise; or the reason why that is
+    impossible."""
     entry: Any = index.get(_SCHEDULER)
     if not _is_part(entry) or entry[0] != "diffusers":
         return f"{base / INDEX} names no scheduler of diffusers"
@@ -107,7 +106,7 @@ def _scheduler(base: Path, index: dict[str, Any], objective: ObjectiveSpec) -> d
     try:
         return objectives.scheduler_config(objective, entry[1], config_of(file))
     except (UserError, TypeError, ValueError, AttributeError) as error:
-        return f"of {file} no {entry[1]} can be made: {error}"
+        return f"{file} makes no {entry[1]}: {error}"
 
 
 _CONFIG = "config.json"
@@ -119,9 +118,9 @@ _CLONE = 0x40049409
 
 
 def part_problem(part: Path) -> str | None:
-    """Why a folder holds no whole part, for people; None where nothing is wrong. Weights are not read.
+    """The problem of a pipeline's part, for people: a file is missing, truncated, no JSON, or a link out of the folder.
 
-    A file may be missing, cut off, no JSON, or a link out of the folder.
+    None without a problem. Weights are not read.
     """
     if not part.is_dir():
         return f"{part} is one file, and a pipeline has folders" if part.is_file() else f"{part} is missing"
@@ -137,10 +136,9 @@ def part_problem(part: Path) -> str | None:
 
 
 def copy_part(source: Path, folder: Path) -> None:
-    """Copy the files of a part into a new folder, which its user may change without changing the source. Raises
-    OSError.
+    """Copy the files of a part into a new folder. Raises OSError.
 
-    They take no room where the file system shares equal content (XFS, btrfs).
+    Copies take no disk space on file systems that can share content (XFS, btrfs).
     """
     folder.mkdir()
     for file in sorted(source.iterdir()):
@@ -151,9 +149,9 @@ def copy_part(source: Path, folder: Path) -> None:
 
 
 def _problems(part: Path, file: Path) -> Iterator[str]:
-    if not file.exists():  # a hub's cache has links in the place of files
+    if not file.exists():  # the hub's cache consists of links
         yield f"{file} is a link to {file.readlink()}, which is missing"
-    elif leads_out(part, file):  # its target would be published with the weights
+    elif leads_out(part, file):  # its target might be published by mistake
         yield f"{file} is a link out of its folder; copy there what it leads to"
     elif not file.is_dir():
         check_regular(file)
@@ -165,7 +163,7 @@ def _damages(file: Path) -> Iterator[str]:
         yield pointer
     elif file.suffix == ".safetensors":
         try:
-            with safe_open(file, "np"):  # it checks the file's length against its header
+            with safe_open(file, "np"):  # compares the file's length with its header
                 pass
         except SafetensorError as error:
             yield f"{file} is damaged or cut off ({error})"
@@ -180,8 +178,8 @@ def _damages(file: Path) -> Iterator[str]:
 
 
 def _is_model(part: Path) -> bool:
-    """Whether it is a model, by its configuration, as diffusers and transformers write it; a tokenizer may hold a copy
-    of one."""
+    """Whether the part has a configuration of a model (diffusers or transformers). A tokenizer may have a copy of
+    one."""
     file = part / _CONFIG
     if part.name.startswith("tokenizer") or not file.is_file():
         return False
@@ -190,7 +188,7 @@ def _is_model(part: Path) -> bool:
 
 
 def _json(file: Path) -> Any:
-    """Its content; the error where that is no JSON."""
+    """Its content; the error if it is no JSON."""
     try:
         return json.loads(read_bytes(file, _LARGEST_JSON))
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Whether and how a run resumes from a checkpoint, whichever engine and however many processes saved it."""
+"""Checks whether a run can resume from a checkpoint, and restores it, for any engine and number of processes."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from bigdit.config.load import parse_run
 from bigdit.config.run import RunConfig
 from bigdit.documents import differences, written
 from bigdit.engines import Ema, Engine
-from bigdit.engines.state import EMA, SavedSlice, adopt, make_state, places
+from bigdit.engines.state import EMA, SavedSlice, make_state, restore_numbers, state_slices
 from bigdit.errors import UserError
 from bigdit.models.lora_files import FILE as ADAPTERS
 from bigdit.models.lora_files import PEFT_FILE, TEXT_ENCODERS
 from bigdit.objective_spec import ObjectiveSpec, learned
 from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
-from bigdit.units import MIB, how_many
+from bigdit.units import MIB, how_many, in_groups
 
 
 def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | None = None) -> None:
-    """Put masters, optimizer state and EMA in place, on all processes.
+    """Restore masters, optimizer state and EMA, on all processes.
 
-    The files were verified before. Raises UserError where they hold another model's, or another optimizer's state.
+    The files were verified before. Raises UserError if they hold the state of another model or optimizer.
     """
     reader = HuggingFaceStorageReader(str(checkpoint.engine))
     saved = reader.read_metadata().state_dict_metadata.keys()
     rank = peers.world.rank
     make_state(engine, saved, rank)
-    wanted = places(engine, ema, rank)
+    wanted = state_slices(engine, ema, rank)
     filled = {name: place for name, place in wanted.items() if name in saved}
     for name in sorted(wanted.keys() - saved):
         if name.startswith("state.") and not wanted[name].number:
-            wanted[name].tensor.zero_()  # its parameter had no gradient, and shares a master with others
+            wanted[name].tensor.zero_()  # its parameter had no gradient, but its master has other parameters too
         elif not wanted[name].number:
             raise UserError(f"{checkpoint.folder} does not hold {name}: it is of another model or optimizer")
     _load(checkpoint, filled, reader, peers)
-    adopt(engine, filled)
+    restore_numbers(engine, filled)
     engine.publish()
     if ema is not None:
         ema.updates = checkpoint.state["updates"]
@@ -63,32 +63,31 @@ def written_here(source: Path) -> bool:
 
 
 def check_whole(source: Path) -> None:
-    """Raise UserError where a checkpoint or an export holds only LoRA adapters or a ControlNet, and no weights to start
-    from."""
+    """Raise UserError if a checkpoint or an export holds only LoRA adapters or a ControlNet, and no whole model."""
     base = ""
     if (source / STATE).is_file():
         state = open_checkpoint(source).state
         if state["strategy"].get("controlnet") is not None:
-            raise UserError(f"{source} holds a ControlNet alone; its base is {state['run']['model']['init_from']}")
+            raise UserError(f"{source} holds only a ControlNet; its base is {state['run']['model']['init_from']}")
         if state["strategy"].get("lora") is None:
             return
         base = f", {state['run']['model']['init_from']},"
     elif not any((source / name).is_file() for name in (ADAPTERS, PEFT_FILE)):
         return
     raise UserError(
-        f"{source} holds LoRA adapters alone; set model.init_from to the weights they are for{base} and "
+        f"{source} holds only LoRA adapters; set model.init_from to the weights they are for{base} and "
         f"model.lora_from to {source}"
     )
 
 
 _OF_TEXT = re.compile(r"(text_encoder|text_model|lora_te)")
-"""Names of adapters that bigdit does not train."""
+"""Names of text encoders' adapters."""
 
 
 def load_adapters(model: nn.Module, spec: ModelSpec, lora: LoraSpec, source: Path) -> list[str]:
-    """Fill new adapters from `source`, model.lora_from: a checkpoint, an export, or a safetensors file of others.
+    """Fill new adapters from `source` (model.lora_from): a checkpoint, an export, or a safetensors file.
 
-    Returns what to log. Raises UserError where it holds no adapters of this model, or those of other layers.
+    Returns lines to log. Raises UserError if it holds no adapters of this model, or adapters of other layers.
     """
     try:
         tensors, config = _adapter_tensors(source)
@@ -96,7 +95,7 @@ def load_adapters(model: nn.Module, spec: ModelSpec, lora: LoraSpec, source: Pat
         mine = {name: tensor for name, tensor in tensors.items() if name not in of_text}
         notices = models.start_adapters(model, lora, models.read_adapters(spec, mine, config))
         if of_text and lora.text_encoders:
-            if hasattr(model, TEXT_ENCODERS):  # not yet, where a run is checked
+            if hasattr(model, TEXT_ENCODERS):  # not while a run is only checked
                 texts = {name: tensors[name] for name in sorted(of_text)}
                 notices += models.start_text_adapters(model, lora, texts, config)
             return notices
@@ -107,14 +106,14 @@ def load_adapters(model: nn.Module, spec: ModelSpec, lora: LoraSpec, source: Pat
 
 
 def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of adapters, and peft's configuration of them."""
+    """The tensors of adapters, and their peft configuration."""
     if (source / STATE).is_file():
         found = open_checkpoint(source)
         lora = found.state["strategy"].get("lora")
         if lora is None:
             raise UserError("it holds no LoRA, but a whole model; name it in model.init_from")
         if lora.get("pissa"):
-            raise UserError("its LoRA began by PiSSA, over other weights; name its export instead")
+            raise UserError("its LoRA was initialised by PiSSA, over other weights; name its export instead")
         verify(found)
         tensors = {name: torch.empty(tuple(shape)) for name, shape in found.state["parameters"].items()}
         load_used(found, tensors)
@@ -142,9 +141,9 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
 
 
 def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:
-    """The model in CPU memory with the weights in `source`, model.init_from: a diffusers folder, or a checkpoint.
+    """The model in CPU memory with the weights in `source` (model.init_from): a diffusers folder, or a checkpoint.
 
-    Raises UserError where it holds neither, or is damaged, or is of another model, with the differences.
+    Raises UserError if it is neither, is damaged, or holds another model, with the differences.
     """
     try:
         check_whole(source)
@@ -162,7 +161,7 @@ def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Modul
 
 
 def _others(spec: ModelSpec, source: Path) -> str:
-    """How the model of the weights in `source` differs from this one."""
+    """How the model in `source` differs from `spec`."""
     try:
         had = open_checkpoint(source).state["model"] if (source / STATE).is_file() else None
         had = had or read_model_config(source / "config.json").model_dump(mode="json")
@@ -177,9 +176,9 @@ def _others(spec: ModelSpec, source: Path) -> str:
 
 @torch.no_grad()
 def load_weights(checkpoint: Checkpoint, model: nn.Module, *, ema: bool = False) -> None:
-    """Fill the trained parameters, of a model with adapters theirs alone, rounded to their dtypes.
+    """Fill the trained parameters (with adapters only theirs), rounded to their dtypes; `ema`: from the EMA.
 
-    With `ema` from the EMA. Raises UserError where the checkpoint is of another model.
+    Raises UserError if the checkpoint holds another model.
     """
     if ema:
         load_kind(checkpoint, EMA, trained(model))
@@ -198,7 +197,7 @@ def load_kind(checkpoint: Saved, kind: str, tensors: Mapping[str, torch.Tensor])
 
 
 def load_used(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill parameters by name with the weights that samples and exports use: the masters, or schedule-free's average.
+    """Fill parameters by name with the weights for samples and exports: the masters, or schedule-free's average.
 
     Source: AdamWScheduleFree.eval, schedulefree 1.4: x = y + (1 − 1/β1)(z − y).
     """
@@ -213,28 +212,21 @@ def load_used(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> No
         load_tensors(checkpoint, read)
         for name in names:
             trained_on = read[f"master.{name}"]
-            z = read.get(f"state.z.{name}", trained_on)  # of a parameter without a step there is none
+            z = read.get(f"state.z.{name}", trained_on)  # missing for a parameter without a step
             tensors[name].copy_(trained_on.lerp_(z, 1 - 1 / optimizer.betas[0]))
 
 
 _AT_ONCE = 64 * MIB // 8
-"""Elements that are summed together; a file's header is read once for them."""
+"""The most elements that are summed together; a file's header is read once for them."""
 
 
 def few_at_once(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Their names, as many at a time as are small enough together."""
-    group: list[str] = []
-    for name, tensor in tensors.items():
-        if group and tensor.numel() + sum(tensors[each].numel() for each in group) > _AT_ONCE:
-            yield group
-            group = []
-        group.append(name)
-    if group:
-        yield group
+    """The names of tensors, in groups that are small enough to be summed together."""
+    return in_groups(tensors, lambda name: tensors[name].numel(), _AT_ONCE)
 
 
 def load_tensors(checkpoint: Saved, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill whole tensors by the names under which they were saved. Raises UserError where one is missing."""
+    """Fill whole tensors by their saved names. Raises UserError if one is missing."""
     wanted = {name: SavedSlice(tensor.detach().view(-1), 0, tensor.numel()) for name, tensor in tensors.items()}
     _load(checkpoint, wanted, HuggingFaceStorageReader(str(checkpoint.engine)), Peers())
 
@@ -244,22 +236,19 @@ def _load(checkpoint: Saved, wanted: dict[str, SavedSlice], reader: HuggingFaceS
         dcp.load(
             dict(wanted),
             storage_reader=reader,
-            planner=LoadPlanner(),
+            planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=peers.group,
             no_dist=peers.group is None,
         )
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        if isinstance(first, KeyboardInterrupt):  # torch wraps it as any other error
+        if isinstance(first, KeyboardInterrupt):  # torch wraps it like errors
             raise first from None
         raise UserError(f"{checkpoint.folder} cannot be read: {first}") from None
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Fills each run from the saved runs of the same name, however those were cut."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    """Fills each slice from the saved slices of the same name, whatever their offsets."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -287,30 +276,29 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 UNTRAINED = (
-    # How data is read, saved and monitored.
+    # Reading, saving and monitoring.
     *("output", "plan", "trackers", "samples", "validation", "stages"),
     *("train.checkpoint_every", "train.keep_checkpoints", "train.keep_every", "train.export_every"),
     *("train.snapshot_every", "train.grace", "train.timeout", "train.most_skipped_steps"),
     "train.compare_replicas_every",
     *("data.part_size", "data.workers", "data.read_threads", "data.reader", "data.remote_cache"),
     *("encoders.device", "encoders.batch_size", "strategy.optimizer.implementation", "strategy.ema.device"),
-    # Another model, or other images, are checked by their content.
+    # Models and images are compared by their content.
     *("model.name", "model.path", "model.class_name", "model.kwargs", "data.images", "train.epochs", "train.seed"),
 )
-"""Keys that change nothing of what is trained; all others do. `train.steps` does where the learning rate depends on
-it."""
+"""Keys that do not change what is trained. `train.steps` does if the learning rate depends on it."""
 
 _TRAINED = ("optimizer", "gradient_clipping", "precision", "ema", "lora", "controlnet", "features")
-"""Keys of a strategy that change what is trained; the rest is how it is stepped."""
+"""Keys of a strategy that change what is trained."""
 
 _SHOWN = 60
-"""Letters of a value that a message shows."""
+"""Characters of a value that a message shows."""
 
 _ANY: TypeAdapter[ObjectiveSpec] = TypeAdapter(ObjectiveSpec)
 
 
 def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy) -> None:
-    """Raise UserError with every difference that keeps this run from resuming here."""
+    """Raise UserError with all differences because of which this run cannot resume from the checkpoint."""
     saved_model, was = checkpoint.state["model"], Strategy.model_validate(checkpoint.state["strategy"])
     of_model = [
         f"{checkpoint.folder} holds {key} {found!r}, and the run's model has {wanted!r}; choose another output"
@@ -337,7 +325,7 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
     laid, now = layout(was), layout(strategy)
     if checkpoint.state["local"] and laid != now:
         problems.append(
-            f"{checkpoint.folder} holds the state of {saved_optimizer} in blocks or factors as {laid} made them, and "
+            f"{checkpoint.folder} holds the state of {saved_optimizer} in blocks or factors for {laid}, and "
             f"the run is {now}"
         )
     if of_model or problems:
@@ -345,13 +333,11 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
 
 
 def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
-    """Raise UserError where the run's objective would predict something else than was learned, or from other noise."""
+    """Raise UserError if the run's objective has another prediction or other noise than the checkpoint's."""
     try:
-        before = _ANY.validate_python(
-            checkpoint.state["run"]["objective"]
-        )  # fills keys that were added since with their defaults
+        before = _ANY.validate_python(checkpoint.state["run"]["objective"])  # newer keys get their defaults
     except (KeyError, ValidationError):
-        raise UserError(f"{checkpoint.folder} is damaged: its run.objective is none") from None
+        raise UserError(f"{checkpoint.folder} is damaged: its run.objective is not valid") from None
     had, asked = learned(before), learned(objective)
     key = next((key for key in had | asked if had.get(key) != asked.get(key)), None)
     if key is not None:
@@ -362,10 +348,10 @@ def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
 
 
 def _elsewhere(checkpoint: Checkpoint) -> str:
-    """What a run can do that cannot resume here."""
+    """Advice for a run that cannot resume from this checkpoint."""
     lora, controlnet = (checkpoint.state["strategy"].get(key) for key in ("lora", "controlnet"))
     if controlnet is not None or (lora is not None and (lora.get("kind", "lora") != "lora" or lora.get("pissa"))):
-        return "choose another output"  # model.lora_from reads LoRA alone, over the weights as they were
+        return "choose another output"  # model.lora_from reads plain LoRA only
     if lora is not None:
         base = checkpoint.state["run"]["model"]["init_from"]
         return (
@@ -376,8 +362,10 @@ def _elsewhere(checkpoint: Checkpoint) -> str:
 
 
 def changed_since(checkpoint: Checkpoint, run: RunConfig) -> list[str]:
-    """How the run differs from the checkpoint's in what is trained, a line a key. Its objective is resolved as the
-    checkpoint's is. Keys that are checked elsewhere are left out."""
+    """A line for each key that changes what is trained and differs from the checkpoint's run.
+
+    The run's objective must be resolved, as the checkpoint's is. Keys that are checked elsewhere are left out.
+    """
     saved = parse_run(checkpoint.state["run"], str(checkpoint.folder))
     before, now = _trained_by(saved), _trained_by(run)
     ignored = UNTRAINED if run.train.lr_schedule != "constant" else {*UNTRAINED, "train.steps"}
@@ -395,7 +383,7 @@ def _trained_by(run: RunConfig) -> dict[str, Any]:
 
 
 def layout(strategy: Strategy) -> str:
-    """How masters lie on the processes, for people."""
+    """How masters are distributed over processes, for people."""
     if strategy.engine == "single":
         return "single"
     stage = "" if strategy.zero_stage is None else f" ZeRO-{strategy.zero_stage}"
@@ -407,7 +395,7 @@ def layout(strategy: Strategy) -> str:
 
 
 def _model_differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, saved, wanted) where two models differ: their class, or the arguments that differ."""
+    """(key, saved, wanted) of what differs between two models: their class, else their arguments."""
     if saved["class_name"] != wanted["class_name"]:
         return [("class_name", saved["class_name"], wanted["class_name"])]
     old, new = saved["kwargs"], wanted["kwargs"]

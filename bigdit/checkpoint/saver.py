@@ -1,9 +1,9 @@
-"""Checkpoints while training continues: a copy to CPU memory, which a thread writes.
+"""Saves checkpoints while training continues: it copies the state to CPU memory, and a thread writes the copy.
 
-Torch's distributed checkpoint sees our state as one-dimensional runs by name, of which each process has some. A process
-writes a file of safetensors in one pass, in the layout that torch's HuggingFaceStorageReader reads. Torch's own writer
-of that layout makes the bytes of a whole file first. Its other layouts have a metadata file that is a pickle, which we
-neither write nor read.
+For torch's distributed checkpoint the state is one-dimensional slices by name, of which each process has some. Each
+process writes one safetensors file in one pass, in the layout that torch's HuggingFaceStorageReader reads. torch's own
+writer of that layout needs the bytes of the whole file in memory. torch's other layouts have pickled metadata, which
+bigdit neither writes nor reads.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -45,32 +43,32 @@ from bigdit.checkpoint.folder import (
 )
 from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS
 from bigdit.engines import Ema, Engine
-from bigdit.engines.state import EMA, LOCAL, SavedSlice, places
+from bigdit.engines.state import EMA, LOCAL, SavedSlice, state_slices
 from bigdit.errors import UserError, versions
-from bigdit.files import TEMPORARY, commit_folder, fsync_folder, write_text
+from bigdit.files import TEMPORARY, commit_folder, fsync, write_text
 from bigdit.units import gib, how_many
 
 _LEAVE_AFTER_S = 60.0
-"""Seconds that a failed run waits for the checkpoint that it is writing."""
+"""Seconds that a failed run waits for the checkpoint that it writes."""
 _AT_ONCE = 1 << 20
-"""Weights that are tested together: testing whether they are finite takes several times their bytes."""
+"""Weights that are tested for NaN and infinity together: the test takes several times their bytes."""
 _ROOM_FOR_SNAPSHOTS = "make room, raise train.snapshot_every, or choose another output"
 _ROOM = "make room for one checkpoint more than train.keep_checkpoints, or choose another output"
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """The last `last` checkpoints are kept, and those of steps that `every` divides."""
+    """Keep the last `last` checkpoints, and those of multiples of `every` steps."""
 
     last: int
     every: int | None = None
 
 
 class Saver:
-    """Saves to `output`, one checkpoint at a time; all processes make one and call it alike.
+    """Saves to `output`, one checkpoint at a time; all processes make one and call it.
 
-    `found`: the checkpoint that the run resumes from; `last`: the newest whole one. The main process's thread calls
-    `then` with each whole checkpoint.
+    `found`: the checkpoint that the run resumes from; `last`: the newest complete one. A thread of the main process
+    calls `then` with each complete checkpoint.
     """
 
     def __init__(
@@ -100,15 +98,13 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
             self.wait()
-        elif self._thread is not None:  # the run has failed: what is being written may yet become whole
+        elif self._thread is not None:  # the run failed, but the thread may still complete a checkpoint
             self._thread.join(_LEAVE_AFTER_S)
             if self._thread.is_alive():
-                log.notice("the checkpoint that was being written is given up: it was not whole after 60 s")
+                log.notice("the unfinished checkpoint is discarded: it was not complete after 60 s")
 
     def save(
         self,
@@ -119,26 +115,28 @@ class Saver:
         *,
         whole: bool = True,
         snapshot: bool = False,
-    ) -> float:
-        """Copy the training state to CPU memory, to be written as the checkpoint of `step`; returns the copy's seconds.
+    ) -> None:
+        """Copy the training state to CPU memory, and start a thread that writes the checkpoint of `step`.
 
-        `snapshot`: the EMA is written as a snapshot before; where not `whole`, it alone. `described`: what state.json
-        says besides, as JSON. Waits for the save before, and raises its UserError: it could not be written, or its
-        weights are not finite.
+        `snapshot`: write the EMA as a snapshot too; not `whole`: write only that. `described`: further JSON for
+        state.json. Waits for the save before, and raises its UserError if it could not be written, or its weights were
+        not finite.
         """
         self.wait()
-        began = time.perf_counter()
-        held = places(engine, ema, self._peers.world.rank)
-        copies = {name: _copied(place) for name, place in held.items() if whole or name.startswith(EMA)}
+        held = state_slices(engine, ema, self._peers.world.rank)
+        copies = {
+            name: replace(place, tensor=place.tensor.to("cpu", copy=True))
+            for name, place in held.items()
+            if whole or name.startswith(EMA)
+        }
         described = {**described, "step": step, "parameters": {each.name: each.shape for each in engine.shards()}}
         if ema is not None:
             described["updates"] = ema.updates
         self._thread = threading.Thread(target=self._guarded, args=(copies, described, whole, snapshot), daemon=True)
         self._thread.start()
-        return time.perf_counter() - began
 
     def wait(self) -> None:
-        """Wait until what was saved is whole. Raises UserError where it could not be."""
+        """Wait until the last save is complete. Raises UserError if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -160,18 +158,19 @@ class Saver:
 
     def _write(self, copies: dict[str, SavedSlice], state: dict[str, Any]) -> None:
         final = self.root / name_of(state["step"])
-        way = [*self._lineage, state["step"]]
-        kept = kept_steps(way, self._keeping.last, self._keeping.every)
-        # The lineage names what is pruned, so that the next run prunes it if this one is killed before.
-        state = state | {"lineage": way, "snapshots": dict(self._snapshots)}
-        self._checkpoints.write(final, copies, state, lambda: self._commit(final, way, kept))
+        lineage = [*self._lineage, state["step"]]
+        kept = kept_steps(lineage, self._keeping.last, self._keeping.every)
+
+        def commit() -> None:
+            write_text(self.root / LATEST, final.name + "\n")
+            prune(self.root, lineage, kept)
+
+        # The lineage has pruned checkpoints too: the next run prunes them if this one is killed before.
+        state = state | {"lineage": lineage, "snapshots": dict(self._snapshots)}
+        self._checkpoints.write(final, copies, state, commit)
         self.last, self._lineage = final, kept
         if self._peers.world.is_main:
             self._then(open_checkpoint(final))
-
-    def _commit(self, final: Path, way: list[int], kept: list[int]) -> None:
-        write_text(self.root / LATEST, final.name + "\n")
-        prune(self.root, way, kept)
 
     def _write_snapshot(self, copies: dict[str, SavedSlice], state: dict[str, Any]) -> None:
         final = self._ema_snapshots / name_of(state["step"])
@@ -180,20 +179,15 @@ class Saver:
             self._snapshots[final.name] = open_snapshot(final).digest
 
 
-def _copied(place: SavedSlice) -> SavedSlice:
-    return replace(place, tensor=place.tensor.to("cpu", copy=True))
-
-
 def _count_not_finite(piece: torch.Tensor) -> int:
-    # The least and the most come from one pass, in a fiftieth of the time; NaN is both.
+    # The minimum and maximum take one pass, a fiftieth of the time. With a NaN both are NaN.
     if not piece.numel() or all(bound.isfinite() for bound in piece.aminmax()):
         return 0
     return int(piece.isfinite().logical_not().sum())
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a killed run was writing or deleting there: it has no final name. Raises UserError where it
-    cannot."""
+    """Remove temporary files and folders of a killed run. Raises UserError if that fails."""
     for left in folder.glob(f"{TEMPORARY}*"):
         try:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
@@ -203,7 +197,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _not_finite(copies: dict[str, SavedSlice], final: Path, last: Path | None) -> str | None:
-    """What is wrong where weights are not finite: they are not saved."""
+    """The problem if weights are not finite: then they are not saved."""
     counts = {
         name: sum(map(_count_not_finite, place.tensor.split(_AT_ONCE)))
         for name, place in copies.items()
@@ -221,16 +215,16 @@ def _not_finite(copies: dict[str, SavedSlice], final: Path, last: Path | None) -
 
 
 def kept_steps(lineage: Sequence[int], keep: int, keep_every: int | None) -> list[int]:
-    """Of the steps that a run saved, in their order: the last `keep`, and multiples of `keep_every`."""
+    """The steps of a run's saved checkpoints that are kept: the last `keep`, and multiples of `keep_every`."""
     return [
         step for i, step in enumerate(lineage) if i >= len(lineage) - keep or (keep_every and step % keep_every == 0)
     ]
 
 
 def prune(root: Path, lineage: Sequence[int], kept: Sequence[int]) -> None:
-    """Delete what the run saved and does not keep. A folder is renamed before, so that none is half there.
+    """Delete the run's checkpoints that are not kept. A folder is renamed before, so that no incomplete one remains.
 
-    Checkpoints of another lineage stay, such as those after an earlier one that the run went back to.
+    Checkpoints of another lineage stay, such as those after an earlier one that the run resumed from.
     """
     for step in sorted(set(lineage) - set(kept)):
         folder = root / name_of(step)
@@ -238,16 +232,13 @@ def prune(root: Path, lineage: Sequence[int], kept: Sequence[int]) -> None:
         if folder.is_dir():
             shutil.rmtree(doomed, ignore_errors=True)
             folder.rename(doomed)
-            fsync_folder(root)
+            fsync(root)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Writes each run once. Of several processes that have it (HSDP's replicas, numbers) the one with least work
-    does."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    """Writes each slice once. If several processes have it (HSDP's replicas, numbers), the one with least work
+    writes it."""
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([_item(name, place) for name, place in self.state_dict.items()])
@@ -272,11 +263,11 @@ def _item(name: str, place: SavedSlice) -> WriteItem:
 
 
 OFFSETS = "DCP_SHARDING_INFO"
-"""Where the reader looks for the offset of each run. Source: torch/distributed/checkpoint/_hf_utils.py."""
+"""The key under which the reader finds slices' offsets. Source: torch/distributed/checkpoint/_hf_utils.py."""
 
 
 class ShardFileWriter(StorageWriter):
-    """Writes this process's runs to `file`; no file where there is nothing to write."""
+    """Writes this process's slices to `file`; no file if there are none."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -312,9 +303,9 @@ T = TypeVar("T")
 
 
 class Writer:
-    """Writes folders of `kind`, such as `checkpoint`; all processes make one and call it alike.
+    """Writes folders of `kind`, such as `checkpoint`; all processes make one and call it.
 
-    `describe` writes the main process's JSON into a folder; `room`: what a person can do on a full disk.
+    `describe` writes the JSON, on the main process; `room`: advice for a full disk.
     """
 
     def __init__(self, peers: Peers, kind: str, describe: Callable[[Path, dict[str, Any]], Path], room: str) -> None:
@@ -323,8 +314,8 @@ class Writer:
     def write(
         self, final: Path, copies: dict[str, SavedSlice], state: dict[str, Any], then: Callable[[], None] = lambda: None
     ) -> None:
-        """Make `final` from the copies and `state`; once it is there, the main process calls `then`. Raises UserError
-        on all processes where one cannot write."""
+        """Write `final` from the copies and `state`; then the main process calls `then`. Raises UserError on all
+        processes if one cannot write."""
         world, temporary = self._peers.world, final.with_name(f"{TEMPORARY}{final.name}")
         file = temporary / ENGINE / f"rank-{world.rank:05d}-of-{world.world_size:05d}.safetensors"
         self._together(final, lambda: _make(temporary / ENGINE) if world.is_main else None)
@@ -346,7 +337,7 @@ class Writer:
         dcp.save(
             dict(copies),
             storage_writer=ShardFileWriter(file),
-            planner=SavePlanner(),
+            planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=self._peers.group,
             no_dist=self._peers.group is None,
         )
@@ -359,30 +350,25 @@ class Writer:
         then()
 
     def _together(self, final: Path, action: Callable[[], T]) -> T:
-        """What `action` returns here. Where it cannot write on one process, all raise UserError."""
+        """The result of `action` here. If it cannot write on one process, all raise UserError."""
         result: T | None = None
         problem = None
         try:
             result = action()
         except (OSError, SafetensorError, UserError, CheckpointException) as error:
             free = gib(shutil.disk_usage(final.parent).free) if final.parent.is_dir() else "nothing"
-            problem = f"cannot write the {self._kind} {final}: {_reason(error)}; {free} are free there; {self._room}"
+            why = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            problem = f"cannot write the {self._kind} {final}: {why}; {free} are free there; {self._room}"
         try:
             self._peers.agree(problem)
         except UserError:
-            if self._peers.world.is_main:  # on a full disk a half-written folder takes others' room
+            if self._peers.world.is_main:  # on a full disk an incomplete folder takes space
                 shutil.rmtree(final.with_name(f"{TEMPORARY}{final.name}"), ignore_errors=True)
             raise
         return result  # type: ignore[return-value]  # None only where the action gives it
 
 
 def _make(folder: Path) -> None:
-    """Make an empty folder, whatever an interrupted save left there."""
+    """Make an empty folder; remove what an interrupted save left there."""
     shutil.rmtree(folder.parent, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, CheckpointException):
-        return str(next(iter(error.failures.values()))[0])
-    return str(error)

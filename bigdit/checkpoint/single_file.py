@@ -1,4 +1,4 @@
-"""A whole model in one safetensors file, a few tensors at a time: the model is never whole in memory."""
+"""Writes a whole model to one safetensors file, with few tensors in memory at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import BinaryIO, Literal, NamedTuple, get_args
 import torch
 
 from bigdit.models import Piece
+from bigdit.units import in_groups
 
 Kind = Literal["bf16", "fp8", "fp8_scaled"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -19,10 +20,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _FP8 = torch.float8_e4m3fn
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", _FP8: "F8_E4M3"}
 _SCALED = "scaled_fp8"
-"""The mark of a file with scales. Two elements: products are computed in 16 bits, as the weights were trained. Source:
-convert_old_quants in comfy/utils.py of ComfyUI 0.33.0, which reads files of earlier releases by it."""
+"""The name that marks a file with scales. Two elements mean that products are computed in 16 bits, as in training.
+Source: convert_old_quants in comfy/utils.py of ComfyUI 0.33.0, for files of earlier releases."""
 _AT_ONCE = 2**27
-"""Elements that are read together in fp32."""
+"""The most elements that are in memory at a time, in fp32."""
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -44,10 +45,9 @@ def write_single_file(
     buffers: Mapping[str, torch.Tensor],
     fill: Callable[[dict[str, torch.Tensor]], None],
 ) -> None:
-    """Write the `pieces` of a model to `file`: bf16, or weights of the blocks' linear layers in fp8 (e4m3).
+    """Write the `pieces` of a model to `file` in bf16; the fp8 kinds have weights of blocks' linear layers in e4m3.
 
-    `shapes`: of parameters, which `fill` fills by name; others are `buffers`. fp8_scaled has a scale for each such
-    weight. Raises OSError.
+    `shapes`: of parameters, which `fill` fills by name. fp8_scaled has a scale for each fp8 weight. Raises OSError.
     """
     described = {name: tuple(each) for name, each in shapes.items()} | {
         name: tuple(each.shape) for name, each in buffers.items()
@@ -57,7 +57,7 @@ def write_single_file(
         entries[_SCALED] = _Entry(_FP8, (2,))
     with open(file, "wb") as opened:
         places = _write_header(opened, entries)
-        for group in _groups(pieces, described):
+        for group in in_groups(pieces, lambda piece: sum(math.prod(described[s]) for s in piece.sources), _AT_ONCE):
             here = {name: torch.empty(described[name]) for piece in group for name in piece.sources if name in shapes}
             fill(here)
             here |= {name: buffers[name] for piece in group for name in piece.sources if name in buffers}
@@ -68,8 +68,8 @@ def write_single_file(
 
 
 def _write_header(opened: BinaryIO, entries: Mapping[str, _Entry]) -> dict[str, int]:
-    """Where in the file each tensor begins; the file has its length then. Larger dtypes come first, so that each
-    tensor is aligned. Source: https://huggingface.co/docs/safetensors, Format."""
+    """Write the header and set the file's length; returns where each tensor begins. Larger dtypes come first, so that
+    each tensor is aligned. Source: https://huggingface.co/docs/safetensors, Format."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end, starts = 0, {}
     for name, entry in sorted(entries.items(), key=lambda each: -each[1].dtype.itemsize):
@@ -99,22 +99,8 @@ def _scale_of(piece: Piece) -> str:
     return f"{piece.name.removesuffix('.weight')}.scale_weight"
 
 
-def _groups(pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[Piece]]:
-    """As many at a time as are small enough together."""
-    group: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        own = sum(math.prod(shapes[source]) for source in piece.sources)
-        if group and size + own > _AT_ONCE:
-            yield group
-            group, size = [], 0
-        group.append(piece)
-        size += own
-    yield group
-
-
 def _stored(piece: Piece, kind: Kind, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The piece as it is written, and its scale. Values beyond fp8's largest become that."""
+    """The piece as it is written, and its scale. Values are clamped to fp8's range."""
     if _dtype(piece, kind) != _FP8:
         yield piece.name, tensor.bfloat16()
         return

@@ -13,6 +13,8 @@ import typer
 
 from bigdit.errors import UserError
 
+EXIT_DOES_NOT_FIT = 2
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -59,12 +61,12 @@ EmaWidth = Annotated[
 ]
 
 
-def taking(options: type[T]) -> Callable[[Callable[[T], R]], Callable[..., R]]:
-    """Give a command an option for each field of a dataclass, of which it takes one."""
+def with_options(options: type[T]) -> Callable[[Callable[[T], R]], Callable[..., R]]:
+    """Give a command, which takes an instance of a dataclass, an option for each of its fields."""
 
-    def of(command: Callable[[T], R]) -> Callable[..., R]:
-        def run(**asked: Any) -> R:
-            return command(options(**asked))
+    def decorate(command: Callable[[T], R]) -> Callable[..., R]:
+        def run(**values: Any) -> R:
+            return command(options(**values))
 
         own = fields(options)  # type: ignore[arg-type]  # a dataclass
         defaults = {each.name: each.default_factory() for each in own if callable(each.default_factory)}
@@ -73,18 +75,18 @@ def taking(options: type[T]) -> Callable[[Callable[[T], R]], Callable[..., R]]:
         run.__doc__, run.__signature__ = command.__doc__, inspect.Signature(named)  # type: ignore[attr-defined]
         return run
 
-    return of
+    return decorate
 
 
-def of_plans() -> list[inspect.Parameter]:
+def plan_options() -> list[inspect.Parameter]:
     """An option for each field of PlanRequest."""
     from bigdit.search.request import OPTIONS, option
 
     found = []
     for name, known in OPTIONS.items():
         kinds = get_args(known["type"])
-        kind: Any = next((each for each in (Path, str, bool, float, int) if each in kinds), str)  # a text, if it may be
-        flag = [option(name)] if kind is bool else []  # or there is a --no- too
+        kind: Any = next((each for each in (Path, str, bool, float, int) if each in kinds), str)  # in this order
+        flag = [option(name)] if kind is bool else []  # without a --no- form
         shown = typer.Option(*flag, metavar=known["metavar"], help=known["help"])
         given: Any = list[kind] if known["many"] else kind
         annotation = Annotated[given | None, shown]
@@ -92,7 +94,7 @@ def of_plans() -> list[inspect.Parameter]:
     return found
 
 
-def listed(option: str, text: str, what: str, largest: int) -> list[int]:
+def parse_numbers(option: str, text: str, what: str, largest: int) -> list[int]:
     """The distinct numbers in `text`. Raises UserError for anything else; `what`: the expected form, such as
     `sizes such as 1,2,4,8`."""
     try:

@@ -1,4 +1,4 @@
-"""`bigdit bench`: memory against micro-batch on any GPU, and a run's step measured on this machine."""
+"""`bigdit bench`: memory against micro-batch on any GPU, and measured steps of a run on this machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigdit.commands import Config, Frames, GpuOption, Json, Model, Resolution, Set, StageOption, listed
+from bigdit import log
+from bigdit.commands import Config, Frames, GpuOption, Json, Model, Resolution, Set, StageOption, parse_numbers
+from bigdit.errors import UserError
+from bigdit.files import check_writable
+from bigdit.units import MIB, gib, parse_bytes, parse_resolution
 
 if TYPE_CHECKING:
     from bigdit import catalog
     from bigdit.receipt import Receipt
     from bigdit.strategy import Strategy
 
-HELP = "Memory against micro-batch on any GPU; memory and time of a run's step on this machine."
+HELP = "Benchmark memory against micro-batch size, or a run's training step on this machine."
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
@@ -59,23 +63,21 @@ def memory(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show memory against micro-batch on an emulated GPU; with --gpu auto also measured on this machine's."""
+    """Show memory against micro-batch size on an emulated GPU; with --gpu auto also measured on this machine's."""
     from bigdit.emulator.interpreter import cuda_python
 
     cuda_python()  # first: a missing one is an error at once
-    from bigdit import catalog, log
+    from bigdit import catalog
     from bigdit.bench.memory import MemoryBenchmark
     from bigdit.config.load import parse_strategy
-    from bigdit.files import check_writable
     from bigdit.report.bench import note, retried, subtitle, tables, title, write_memory
-    from bigdit.units import parse_resolution
 
-    sizes = listed("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
+    sizes = parse_numbers("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
     strategies = [(text, parse_strategy([text])) for text in strategy]
     _check_strategies(strategies)
     own, device = gpu.strip().casefold() == "auto", catalog.resolve_gpu(gpu)
     _check_timed(steps, own)
-    limit_bytes = None if limit is None else _limit(limit, device)
+    limit_bytes = None if limit is None else _parse_limit(limit, device)
     if out is not None:
         check_writable("--out", out)
     with log.err.status(f"running {model}") as status:
@@ -103,14 +105,12 @@ def memory(
         log.out.print()
         log.out.print(note(found), highlight=False)
     if out is not None:
-        typed = _typed(model, gpu, micro_batch, strategy, resolution, frames, limit, segments, steps)
+        typed = _command_line(model, gpu, micro_batch, strategy, resolution, frames, limit, segments, steps)
         log.notice(f"wrote {out}: {', '.join(file.name for file in write_memory(found, out, typed))}")
 
 
 def _check_strategies(strategies: Sequence[tuple[str, Strategy]]) -> None:
-    """Raise UserError where a strategy sets a micro-batch size, and where two are the same."""
-    from bigdit.errors import UserError
-
+    """Raise UserError if a strategy sets a micro-batch size, or two are the same."""
     wrong = [
         f"--strategy {text} sets micro_batch_size, and --micro-batch has the sizes; leave it out there"
         for text, strategy in strategies
@@ -129,16 +129,12 @@ def _check_strategies(strategies: Sequence[tuple[str, Strategy]]) -> None:
 def _check_timed(steps: int | None, own: bool) -> None:
     """Raise UserError for timed steps on an emulated GPU."""
     from bigdit.emulator import on_emulated_gpu
-    from bigdit.errors import UserError
 
     if steps is not None and (not own or on_emulated_gpu()):
         raise UserError(f"--steps {steps} needs a real GPU (--gpu auto), and this one is emulated; leave it out")
 
 
-def _limit(text: str, device: catalog.Gpu) -> int:
-    from bigdit.errors import UserError
-    from bigdit.units import MIB, gib, parse_bytes
-
+def _parse_limit(text: str, device: catalog.Gpu) -> int:
     try:
         found = parse_bytes(text)
     except UserError as error:
@@ -153,7 +149,7 @@ def _limit(text: str, device: catalog.Gpu) -> int:
     return found
 
 
-def _typed(
+def _command_line(
     model: str,
     gpu: str,
     micro_batch: str,
@@ -184,12 +180,12 @@ def step(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the receipt to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a run's step in one process on this machine: time, and on a GPU also memory, beside its prediction.
+    """Measure a run's step in one process on this machine, and compare time and memory with the prediction.
 
     Steps are interleaved with those of a plain PyTorch loop: the same model, values, batches, precision, loss and
     optimizer, and no engine.
     """
-    from bigdit import libraries, log
+    from bigdit import libraries
     from bigdit.train.prepare import prepare
 
     libraries.prepare()
@@ -236,9 +232,7 @@ def step(
 
 
 def _print_receipt(receipt: Receipt) -> None:
-    from bigdit import log
     from bigdit.report.tables import table
-    from bigdit.units import gib
 
     where = f"an emulated {receipt.device}" if receipt.emulated else receipt.device
     rows = table(f"one process on {where}, micro-batch {receipt.strategy.micro_batch_size}", ["", "value"])

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bigdit import log
 from bigdit.commands import Json
+from bigdit.errors import UserError
 
 if TYPE_CHECKING:
     from bigdit.catalog import Gpu
@@ -26,13 +28,13 @@ def run(
     ] = None,
     processes: Annotated[
         int,
-        typer.Option("--processes", "--gpus", min=1, metavar="N", help="GPUs, and processes, of each machine."),
+        typer.Option("--processes", "--gpus", min=1, metavar="N", help="GPUs, and so processes, per machine."),
     ] = 1,
     nodes: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of machines; the command starts once for each.")
     ] = 1,
     own_networks: Annotated[
-        bool, typer.Option("--own-networks", help="A network for each machine, node1 and so on, without the internet.")
+        bool, typer.Option("--own-networks", help="Give each machine (node1, node2, …) its own network, offline.")
     ] = False,
     steps: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Stop each process after this many optimizer steps.")
@@ -45,7 +47,7 @@ def run(
         list[str],
         typer.Option(
             metavar="NAME[=DIR]",
-            help="Imitate this repository of the hub, with empty weights; with DIR, by its configs. Repeatable.",
+            help="Imitate this hub repository with empty weights; DIR: with its configs. Repeatable.",
         ),
     ] = [],  # noqa: B006
     as_json: Json = False,
@@ -60,9 +62,8 @@ def run(
     from bigdit.emulator.interpreter import check_machine
 
     check_machine()  # first: what is missing is an error at once
-    from bigdit import catalog, log
+    from bigdit import catalog
     from bigdit.emulator.launch import GPUS_MOST
-    from bigdit.errors import UserError
     from bigdit.report.emulation import document, show
 
     device = catalog.resolve_gpu(gpu, gpu_memory)
@@ -96,8 +97,7 @@ def _emulate(
     as_json: bool,
     own_networks: bool,
 ) -> Emulation:
-    """Run the command; where it scales its loss, run it again with the first step skipped."""
-    from bigdit import log
+    """Run the command; if it scales its loss, run it again with the first step skipped."""
     from bigdit.emulator.emulation import Emulation
     from bigdit.emulator.launch import emulated_environment, shared_state
     from bigdit.emulator.run import run_emulated, workplace

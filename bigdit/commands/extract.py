@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from bigdit import log
 from bigdit.commands import Config, Json, Set, StageOption
+from bigdit.errors import UserError
+from bigdit.units import duration, how_many
 
 if TYPE_CHECKING:
     from bigdit.config import RunConfig
@@ -46,7 +49,10 @@ def run(
     ] = [],  # noqa: B006
     by_content: Annotated[
         bool,
-        typer.Option("--by-content", help="Compare all files with the cache, also where names, sizes and times agree."),
+        typer.Option(
+            "--by-content",
+            help="Compare the content of all files with the cache, even if names, sizes and times are equal.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -55,7 +61,7 @@ def run(
     For a run with stages, it fills the caches of all stages in turn. You may run it several times at once, on any
     machines that share the folder: the work is shared.
     """
-    from bigdit import libraries, log
+    from bigdit import libraries
 
     libraries.prepare()
     from bigdit.catalog.resolve import model_spec
@@ -70,7 +76,7 @@ def run(
     check_paths(config, runs)
     for number, run_config in enumerate(runs):
         if any((run_config.data, run_config.encoders) == (other.data, other.encoders) for other in runs[:number]):
-            continue  # several stages train on one store
+            continue  # several stages train on one cache
         report = extract(
             with_batch_size(run_config, workers or run_config.data.workers),
             model_spec(run_config.model),
@@ -90,13 +96,12 @@ def run(
 
 
 def _check(runs: Sequence[RunConfig]) -> None:
-    """Raise UserError where a run could not train, before hours of encoding."""
+    """Raise UserError, before hours of encoding, if a run could not train."""
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check
     from bigdit.config.load import of_each
-    from bigdit.errors import UserError
 
-    # Samples that are generated during training need nothing of the store.
+    # The cache does not depend on samples that are generated during training.
     seen = [each.model_copy(update={"samples": None}) for each in runs]
     try:
         of_each(range(len(runs)), lambda number: check(seen[number], model_spec(seen[number].model)))
@@ -107,7 +112,6 @@ def _check(runs: Sequence[RunConfig]) -> None:
 
 
 def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob:
-    from bigdit.errors import UserError
     from bigdit.extract.extract import encode_here
     from bigdit.extract.tasks import Ray, Slurm
 
@@ -123,7 +127,6 @@ def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob:
 
 def _parse(resources: list[str]) -> dict[str, Any]:
     from bigdit.documents import parse_yaml
-    from bigdit.errors import UserError
 
     if wrong := [text for text in resources if "=" not in text]:
         raise UserError(f"--resource: KEY=VALUE was expected, and {wrong[0]} was found")
@@ -137,16 +140,14 @@ def _parse(resources: list[str]) -> dict[str, Any]:
 
 
 def _print(report: ExtractReport, samples: str) -> None:
-    from bigdit import log
     from bigdit.store.report import FILE as REPORT
-    from bigdit.units import duration, how_many
 
     speed = f"{report.images_per_s:.1f} {samples}/s" if report.parts else "nothing was left to do"
     done = f"{duration(report.seconds)}, {speed}"
     if report.store is None:
         done_here = f"{how_many(report.images, 'image')} in {how_many(report.parts, 'part')}"
         log.say(f"{report.features}: {done_here} done; the others are missing")
-        log.say(f"{done}; `bigdit features info {report.features}` shows the store")
+        log.say(f"{done}; `bigdit features info {report.features}` shows the cache")
         return
     buckets = ", ".join(f"{count} of {shape}" for shape, count in report.store.buckets.items())
     log.say(f"{report.features}: {encoded(report.store)} ({buckets})")
@@ -157,20 +158,17 @@ def _print(report: ExtractReport, samples: str) -> None:
 
 def encoded(store: StoreReport) -> str:
     """`4 of 11 videos encoded`."""
-    from bigdit.units import how_many
-
     return f"{store.encoded} of {how_many(store.images, kind_of_samples(store))} encoded"
 
 
 def kind_of_samples(store: StoreReport) -> str:
-    """Image or video, by the shape of the latents."""
+    """`image`, `video`, or both, by the shape of the latents."""
     moving = {shape.count("x") == 3 for shape in store.buckets}  # [channels, frames, height, width]
     return {(True,): "video", (False, True): "image and video"}.get(tuple(sorted(moving)), "image")
 
 
 def print_captions(store: StoreReport) -> None:
     """Log how long captions are, and how many each tokenizer cut."""
-    from bigdit import log
     from bigdit.store.report import caption_lines
 
     for line in caption_lines(store):
@@ -179,8 +177,6 @@ def print_captions(store: StoreReport) -> None:
 
 def print_skipped(skipped: list[Skipped]) -> None:
     """Log the first ten skipped samples, with reasons."""
-    from bigdit import log
-
     if skipped:
         log.say(f"{len(skipped)} skipped:")
         for item in skipped[:10]:

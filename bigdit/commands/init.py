@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from bigdit import log
+from bigdit.commands import EXIT_DOES_NOT_FIT
+from bigdit.errors import UserError
+from bigdit.units import how_many
+
 if TYPE_CHECKING:
     from bigdit.search.plan import ResolvedRequest
-
-EXIT_DOES_NOT_FIT = 2
 
 T = TypeVar("T")
 
@@ -20,26 +23,25 @@ T = TypeVar("T")
 def run(
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A model of `bigdit models`, or a folder of diffusers with its weights."),
+        typer.Option(metavar="NAME", help="A model of `bigdit models`, or a diffusers folder with its weights."),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="A GPU of `bigdit gpus`, or auto for this machine's.")
     ] = None,
     images: Annotated[
-        Path | None, typer.Option(help="A folder of images or videos with captions, or a table of them.")
+        Path | None, typer.Option(metavar="PATH", help="A folder or a table of images or videos with captions.")
     ] = None,
     lora: Annotated[int | None, typer.Option(min=0, metavar="RANK", help="Rank of LoRA; 0: full fine-tuning.")] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A new folder for run.yaml and its plan. Default: plans/MODEL.")
     ] = None,
 ) -> int:
-    """Write a run.yaml for your model, GPU and images, with a plan that fits. On a terminal it asks what is left out.
+    """Write a run.yaml for your model, GPU and images, with a plan that fits. On a terminal it asks for what is
+    missing.
 
-    Exit status: 0 if it fits or is tight, 2 if it does not fit, and nothing is written.
+    Exit status: 0 if it fits or is tight; 2 if it does not fit, and nothing is written.
     """
-    from bigdit import log
     from bigdit.emulator.interpreter import cuda_python
-    from bigdit.errors import UserError
     from bigdit.report.how_to_run import RUN, commands, obstacle, skeleton
     from bigdit.report.page import write_plan
     from bigdit.report.plan import show_short
@@ -72,9 +74,7 @@ def run(
 
 
 def _ask(option: str, what: str, default: str, read: Callable[[str], T]) -> T:
-    """The answer of a person, asked again while it cannot be read. Raises UserError where there is none to ask."""
-    from bigdit.errors import UserError
-
+    """Ask on the terminal until the answer is valid. Raises UserError if stdin is no terminal."""
     if not sys.stdin.isatty():
         raise UserError(f"{option} is missing; give it, or run `bigdit init` on a terminal, where it asks")
 
@@ -96,8 +96,6 @@ def _model(text: str) -> str:
 
 
 def _images(asked: str | Path) -> Path:
-    from bigdit.errors import UserError
-
     if not Path(asked).exists():
         raise UserError(f"--images: {asked} does not exist in {Path.cwd()}; name the folder of your images")
     return Path(asked)
@@ -111,20 +109,16 @@ def _gpu(text: str) -> str:
 
 
 def _rank(text: str) -> int:
-    from bigdit.errors import UserError
-
     if not (text.isascii() and text.isdecimal()):
         raise UserError(f"--lora expects a rank such as 16, or 0, and {text[:40]!r} was found")
     return int(text)
 
 
 def _check_images(request: ResolvedRequest, images: Path) -> None:
-    """Log how many there are, but for tars, whose list would be written. Raises UserError where they cannot be read."""
-    from bigdit import log
+    """Log the number of samples, except of tars, which need an index. Raises UserError if they cannot be read."""
     from bigdit.config.data import DataConfig
     from bigdit.report.how_to_run import source_of
     from bigdit.sources.open import check_sources, kind_of, open_source
-    from bigdit.units import how_many
 
     frames = [request.frames] if request.frames else []
     clip = request.model.clip
@@ -133,4 +127,4 @@ def _check_images(request: ResolvedRequest, images: Path) -> None:
     found = DataConfig.model_validate(data)
     check_sources(found, listed=False)
     if kind_of(found.images[0], "data.images") != "webdataset":
-        log.notice(f"found {how_many(len(open_source(found)), found.samples.removesuffix('s'))} in {images}")
+        log.notice(f"found {how_many(len(open_source(found)), 'sample' if clip else 'image')} in {images}")

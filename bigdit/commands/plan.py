@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigdit.commands import Json, Set, listed, of_plans
+from bigdit import log
+from bigdit.commands import EXIT_DOES_NOT_FIT, Json, Set, parse_numbers, plan_options
+from bigdit.errors import UserError
 from bigdit.search.request import OPTIONS
 
 if TYPE_CHECKING:
     from bigdit.search.plan import ResolvedRequest
 
-EXIT_DOES_NOT_FIT = 2
 WITH_CONFIG = [name for name, known in OPTIONS.items() if not (known["key"] or known["instead"])]
-"""Options that go with a run's YAML, which has a key for each of the others."""
+"""Options that are allowed with --config; run.yaml has keys for the others."""
 MOST_OTHERS = 3
-"""Other numbers of GPUs on a page. Each is a plan, and adds about 150 KB to a page of 1,000 KB."""
+"""The most other numbers of GPUs on a page. Each is a plan, and adds about 150 KB to a page of 1,000 KB."""
 
 
 def run(
@@ -46,7 +47,6 @@ def run(
     Exit status: 0 if it fits or is tight, 2 if it does not fit, 1 for invalid options.
     """
     from bigdit.emulator.interpreter import cuda_python
-    from bigdit.errors import UserError
     from bigdit.search.resolve import resolve_request
 
     cuda_python()  # first: a missing one is an error at once
@@ -71,7 +71,7 @@ def _with_options(command: Callable[..., int]) -> None:
     """Give the command an option for each field of PlanRequest, before its own."""
     named = inspect.signature(command, eval_str=True).parameters.values()
     own = [each.replace(kind=each.KEYWORD_ONLY) for each in named if each.kind is not each.VAR_KEYWORD]
-    gpu, *others = sorted(of_plans(), key=lambda each: each.name != "gpu")
+    gpu, *others = sorted(plan_options(), key=lambda each: each.name != "gpu")
     options = [gpu.replace(default=gpu.empty), *others, *own]
     command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
 
@@ -80,13 +80,12 @@ _with_options(run)
 
 
 def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
-    """The numbers of GPUs of the page's other plans."""
-    from bigdit.errors import UserError
+    """The numbers of GPUs of --also-gpus."""
     from bigdit.strategy import MOST_GPUS
 
     if also_gpus is None:
         return []
-    also = listed("--also-gpus", also_gpus, "numbers of GPUs such as 2,4,8", MOST_GPUS)
+    also = parse_numbers("--also-gpus", also_gpus, "numbers of GPUs such as 2,4,8", MOST_GPUS)
     if out is None:
         raise UserError("--also-gpus needs --out DIR, which writes report.html; add --out, or leave it out")
     if len(also) > MOST_OTHERS:
@@ -98,7 +97,6 @@ def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
 
 def _with_gpus(number: int, asked: dict[str, Any]) -> ResolvedRequest:
     """The request for another number of GPUs; its errors name --also-gpus."""
-    from bigdit.errors import UserError
     from bigdit.search.resolve import resolve_request
 
     try:
@@ -110,7 +108,6 @@ def _with_gpus(number: int, asked: dict[str, Any]) -> ResolvedRequest:
 
 def _plan(request: ResolvedRequest, others: Sequence[ResolvedRequest], out: Path | None, as_json: bool) -> int:
     """Make the plan, and those for other numbers of GPUs on its page."""
-    from bigdit import log
     from bigdit.search.answer import make_plan
 
     if out is not None:
@@ -135,8 +132,7 @@ def _plan(request: ResolvedRequest, others: Sequence[ResolvedRequest], out: Path
 
 
 def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out: Path | None, as_json: bool) -> int:
-    """Make a plan for each stage, and one run.yaml; the run fits where all stages fit."""
-    from bigdit import log
+    """Make a plan for each stage, and one run.yaml; the run fits if all stages fit."""
     from bigdit.report.plan import show_short
     from bigdit.search.answer import make_plan
     from bigdit.search.of_run import overruled, requests_of

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from bigdit.commands import EmaWidth, Json, Set, taking
-from bigdit.units import LARGEST, how_many
+from bigdit import log
+from bigdit.commands import EmaWidth, Json, Set, with_options
+from bigdit.errors import UserError, shown
+from bigdit.files import check_writable, read_bytes, write_bytes, write_json
+from bigdit.units import LARGEST, LARGEST_SIDE, how_many
 
 if TYPE_CHECKING:
     import torch
@@ -24,11 +27,11 @@ if TYPE_CHECKING:
     from bigdit.sampling import Base, Sampler, SamplingOptions
 
 MOST = 100_000
-"""Of --count; a caption's images have numbers of five digits."""
+"""The most of --count: files are numbered with five digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class SampleArguments:
     """The options of the command."""
 
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for images and grid.png, or videos and grid.webp.")]
@@ -101,22 +104,21 @@ class Asked:
     as_json: Json = False
 
 
-@taking(Asked)
-def run(asked: Asked) -> None:
+@with_options(SampleArguments)
+def run(args: SampleArguments) -> None:
     """Generate images or videos for captions or classes, with a checkpoint or the model that a run starts from."""
-    from bigdit import libraries, log
-    from bigdit.files import write_json
+    from bigdit import libraries
 
     libraries.prepare()  # before what reads --image imports them
     from bigdit.sampling.conditions import asked_image
 
-    given = {"--label": asked.label, "--caption": asked.caption}
-    given |= {f"--captions {asked.captions}": _lines(asked.captions)}
-    prompts = [each for texts in given.values() for each in texts for _ in range(asked.count)]
-    _check(asked, prompts)
-    bucket = _size(asked.size) if asked.size else None
-    sampler = _sampler(asked.sampler)
-    images = [asked_image("--image", path) for path in asked.image]
+    given = {"--label": args.label, "--caption": args.caption}
+    given |= {f"--captions {args.captions}": _read_captions(args.captions)}
+    prompts = [each for texts in given.values() for each in texts for _ in range(args.count)]
+    _check(args, prompts)
+    bucket = _parse_size(args.size) if args.size else None
+    sampler = _parse_sampler(args.sampler)
+    images = [asked_image("--image", path) for path in args.image]
 
     import torch
 
@@ -124,97 +126,90 @@ def run(asked: Asked) -> None:
     from bigdit.shortage import bounded
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found, name = _found(asked)
+    found, name = _source(args)
     with bounded(device):
-        loaded = _loaded(asked, found, name, device)
+        loaded = _load(args, found, name, device)
         *frames, height, width = bucket or loaded.buckets[0]
         options = SamplingOptions(
-            height, width, asked.steps, asked.guidance, asked.negative, sampler, asked.seed, frames=(*frames, None)[0]
+            height, width, args.steps, args.guidance, args.negative, sampler, args.seed, frames=(*frames, None)[0]
         )
         loaded.check(options, given, len(images))
-        images = loaded.repeated(images, asked.count)
-        rows, grid = _generate(loaded, prompts, options, images, asked.out, asked.with_captions)
-    report = _report(asked, found, rows)
-    write_json(asked.out / "samples.json", report)
-    if asked.as_json:
+        images = loaded.repeated(images, args.count)
+        rows, grid = _generate(loaded, prompts, options, images, args.out, args.with_captions)
+    report = _document(args, found, rows)
+    write_json(args.out / "samples.json", report)
+    if args.as_json:
         log.emit_json(report)
-    wrote = f"{how_many(len(rows), 'video' if frames else 'image')}{' with captions' if asked.with_captions else ''}"
-    log.notice(f"wrote {wrote}, samples.json and {grid}" if grid else f"wrote {wrote} and samples.json to {asked.out}")
+    wrote = f"{how_many(len(rows), 'video' if frames else 'image')}{' with captions' if args.with_captions else ''}"
+    log.notice(f"wrote {wrote}, samples.json and {grid}" if grid else f"wrote {wrote} and samples.json to {args.out}")
 
 
-def _check(asked: Asked, prompts: Sequence[str]) -> None:
-    """Raise UserError for options that do not go together, and a folder that cannot be written."""
-    from bigdit.errors import UserError
-    from bigdit.files import check_writable
-
-    if (asked.checkpoint is None) == (asked.config is None):
+def _check(args: SampleArguments, prompts: Sequence[str]) -> None:
+    """Raise UserError for contradicting options, and a folder that cannot be written."""
+    if (args.checkpoint is None) == (args.config is None):
         raise UserError("give one of --checkpoint DIR and --config FILE: what was trained, or what a run starts from")
-    if asked.config is None and asked.overrides:
+    if args.config is None and args.overrides:
         raise UserError("--set goes with --config; a checkpoint has its own run")
-    if asked.config is not None and (asked.ema or asked.ema_width is not None):
+    if args.config is not None and (args.ema or args.ema_width is not None):
         raise UserError("--ema and --ema-width are of a checkpoint; with --config leave them out")
     if not prompts:
         raise UserError("no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE")
-    if not math.isfinite(asked.guidance):
-        raise UserError(f"--guidance is {asked.guidance}, and a finite number was expected")
-    if asked.negative is not None and asked.guidance == 1:
+    if not math.isfinite(args.guidance):
+        raise UserError(f"--guidance is {args.guidance}, and a finite number was expected")
+    if args.negative is not None and args.guidance == 1:
         raise UserError("--negative has no effect with --guidance 1; pass another --guidance")
-    check_writable("--out", asked.out)
-    if asked.out.is_dir() and any(asked.out.iterdir()):
-        raise UserError(f"--out {asked.out} holds files already; name another folder")
+    check_writable("--out", args.out)
+    if args.out.is_dir() and any(args.out.iterdir()):
+        raise UserError(f"--out {args.out} holds files already; name another folder")
 
 
-def _found(asked: Asked) -> tuple[Checkpoint | Base, str]:
-    """What generates, and its name in errors."""
-    from bigdit import log
+def _source(args: SampleArguments) -> tuple[Checkpoint | Base, str]:
+    """The checkpoint or the run that generates, and its name in errors."""
     from bigdit.checkpoint import find_checkpoint
 
-    if asked.checkpoint is None:
-        assert asked.config is not None
-        return _base(asked.config, asked.overrides), f"--config {asked.config}"
-    found, notices = find_checkpoint(asked.checkpoint)
+    if args.checkpoint is None:
+        assert args.config is not None
+        return _starting_model(args.config, args.overrides), f"--config {args.config}"
+    found, notices = find_checkpoint(args.checkpoint)
     for line in notices:
         log.notice(line)
     return found, f"--checkpoint {found.folder}"
 
 
-def _loaded(asked: Asked, found: Checkpoint | Base, name: str, device: torch.device) -> Sampler:
-    """The sampler. Raises UserError for options that its model does not take."""
-    from bigdit import log
+def _load(args: SampleArguments, found: Checkpoint | Base, name: str, device: torch.device) -> Sampler:
+    """Load the sampler. Raises UserError for options that its model does not take."""
     from bigdit.checkpoint import Checkpoint, PostHoc
-    from bigdit.errors import UserError
     from bigdit.sampling import Sampler
     from bigdit.shortage import memory_errors
 
     with memory_errors(f"{name}: loading it", device, "a device with more memory is needed"):
         posthoc = None
-        if isinstance(found, Checkpoint) and asked.ema_width is not None:
-            posthoc = PostHoc(found, asked.ema_width)
+        if isinstance(found, Checkpoint) and args.ema_width is not None:
+            posthoc = PostHoc(found, args.ema_width)
             log.notice(posthoc.message)
-        loaded = Sampler(found, device, ema=asked.ema, posthoc=posthoc)
-        if asked.with_captions and not loaded.captions:
+        loaded = Sampler(found, device, ema=args.ema, posthoc=posthoc)
+        if args.with_captions and not loaded.captions:
             raise UserError("--with-captions: this model takes classes; leave it out")
-        if asked.label and loaded.captions:
-            raise UserError(f"--label is {asked.label[0]!r}, and this model takes captions; pass --caption TEXT")
+        if args.label and loaded.captions:
+            raise UserError(f"--label is {args.label[0]!r}, and this model takes captions; pass --caption TEXT")
     return loaded
 
 
-def _report(asked: Asked, found: Checkpoint | Base, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What samples.json says."""
+def _document(args: SampleArguments, found: Checkpoint | Base, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of samples.json."""
     from bigdit.checkpoint import Checkpoint
 
     return {
         "checkpoint": str(found.folder) if isinstance(found, Checkpoint) else None,
         "init_from": None if isinstance(found, Checkpoint) else str(found.run.model.init_from),
-        **{key: getattr(asked, key) for key in ("ema", "ema_width", "steps", "guidance", "negative")},
+        **{key: getattr(args, key) for key in ("ema", "ema_width", "steps", "guidance", "negative")},
         "images": rows,
     }
 
 
-def _base(config: Path, overrides: list[str]) -> Base:
-    """What a run starts from. Raises UserError where the run cannot train, or starts from random weights."""
+def _starting_model(config: Path, overrides: list[str]) -> Base:
+    """The model that a run starts from. Raises UserError if the run cannot train, or starts from random weights."""
     from bigdit.config import load_stages
-    from bigdit.errors import UserError
     from bigdit.sampling import Base
     from bigdit.train.prepare import check_paths, prepare
 
@@ -234,50 +229,38 @@ def _generate(
     out: Path,
     with_captions: bool,
 ) -> tuple[list[dict[str, Any]], Path | None]:
-    """Write a file for each prompt, and a grid of all, or the prompts. Returns a row for each file, and the grid's
-    path."""
+    """Write a file for each prompt, and a grid or the prompts. Returns a row for each file, and the grid's path."""
     from bigdit.sampling.grid import grid_png, moving_grid, png, webp
 
     moving, fps = options.frames is not None, sampler.fps or 1.0  # only videos have one
-    suffix, shown = ".webp" if moving else ".png", functools.partial(_shown, unit="videos" if moving else "images")
+    suffix, unit = (".webp", "videos") if moving else (".png", "images")
+    shown = functools.partial(_with_progress, unit=unit)
     generated, rows = [], []
     for i, pixels in enumerate(sampler.sample(prompts, options, images, shown)):
         found = pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy()
         path = out / f"{i:05d}{suffix}"
-        _write(path, webp(found, fps) if moving else png(found))
+        write_bytes(path, webp(found, fps) if moving else png(found))
         rows.append({"file": path.name, "caption": prompts[i], "seed": options.seed + i})
         if with_captions:
-            _write(path.with_suffix(".txt"), prompts[i].encode())
+            write_bytes(path.with_suffix(".txt"), prompts[i].encode())
         else:
             generated.append(found)
     if with_captions:
         return rows, None
     grid = out / f"grid{suffix}"
-    _write(grid, webp(moving_grid(generated), fps) if moving else grid_png(generated, prompts))
+    write_bytes(grid, webp(moving_grid(generated), fps) if moving else grid_png(generated, prompts))
     return rows, grid
 
 
-def _shown(what: str, found: Iterator[torch.Tensor], total: int, unit: str) -> Iterator[torch.Tensor]:
+def _with_progress(what: str, found: Iterator[torch.Tensor], total: int, unit: str) -> Iterator[torch.Tensor]:
     """Yield `found` with a progress bar."""
-    from bigdit import log
-
     with log.progress(what, total=total, unit=unit) as advance:
         for each in found:
             yield each
             advance(1)
 
 
-def _write(path: Path, data: bytes) -> None:
-    from bigdit.files import replacing
-
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
-
-
-def _lines(path: Path | None) -> list[str]:
-    from bigdit.errors import UserError
-    from bigdit.files import read_bytes
-
+def _read_captions(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
@@ -286,8 +269,7 @@ def _lines(path: Path | None) -> list[str]:
         raise UserError(f"--captions {path} cannot be read: {error}") from None
 
 
-def _sampler(name: str | None) -> SamplerName | None:
-    from bigdit.errors import UserError, shown
+def _parse_sampler(name: str | None) -> SamplerName | None:
     from bigdit.objective_spec import SAMPLERS, SamplerName
 
     known: dict[str, SamplerName] = {each: each for each in get_args(SamplerName)}
@@ -299,10 +281,7 @@ def _sampler(name: str | None) -> SamplerName | None:
     return None if name is None else known[name]
 
 
-def _size(text: str) -> tuple[int, ...]:
-    from bigdit.errors import UserError
-    from bigdit.units import LARGEST_SIDE
-
+def _parse_size(text: str) -> tuple[int, ...]:
     sizes = tuple(map(int, text.lower().split("x"))) if re.fullmatch(r"(\d{1,9}x){1,2}\d{1,9}", text.lower()) else (0,)
     if not all(sizes):
         raise UserError(

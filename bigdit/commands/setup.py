@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bigdit import log
+from bigdit.errors import UserError, versions
+from bigdit.files import alone, commit_folder, filling
+
 _DOWNLOAD, _DISK = "0.72 GB", "2.1 GB"
 """Sizes of torch 2.13.0 and its Triton, measured after installing them."""
 
@@ -23,10 +27,7 @@ def run() -> None:
 
     It needs no GPU and no NVIDIA package. If torch already has CUDA, it installs nothing.
     """
-    from bigdit import log
     from bigdit.emulator import interpreter
-    from bigdit.errors import UserError, versions
-    from bigdit.files import alone
 
     interpreter.check_machine()
     if found := interpreter.find_cuda_python():
@@ -44,15 +45,13 @@ def run() -> None:
 
 
 def _make(folder: Path, torch: str) -> str:
-    """Make an environment with this torch and its Triton, which shares all else with the user's.
+    """Make an environment with this torch and its Triton; other packages are those of this environment.
 
     Returns its build of torch. The folder appears when it is complete. Raises UserError if it cannot be made.
     """
     import venv
 
     from bigdit.emulator.interpreter import CUDA, cuda_build, python_of
-    from bigdit.errors import UserError
-    from bigdit.files import commit_folder, filling
 
     try:
         with filling(folder) as new:
@@ -60,7 +59,7 @@ def _make(folder: Path, torch: str) -> str:
             for script in (new / "bin").glob("[aA]ctivate*"):
                 script.unlink()  # it names the temporary folder
             (packages,) = new.glob("lib/python*/site-packages")
-            _install(f"torch==={torch}", packages)  # three equals signs: 2.13.0+cpu is none
+            _install(f"torch==={torch}", packages)  # three equals signs: 2.13.0+cpu does not match
             try:
                 build = cuda_build(python_of(new))
             except UserError:
@@ -80,9 +79,6 @@ def _install(requirement: str, packages: Path) -> None:
     import subprocess
     import sys
     import tempfile
-
-    from bigdit import log
-    from bigdit.errors import UserError
 
     command = [sys.executable, "-P", "-c", _PIP, str(os.getpid()), "install", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary=:all:", "--target", str(packages), requirement]

@@ -1,6 +1,6 @@
 """A run's YAML: read into strict values, and checked before anything starts.
 
-What needs torch, a store or a checkpoint is checked where those are opened.
+Checks that need torch, a cache or a checkpoint are where those are opened.
 """
 
 from bigdit.config.check import check

@@ -30,7 +30,7 @@ Bucket = Annotated[tuple[Side, ...], Field(min_length=2, max_length=3)]
 
 
 def _sizes(value: Any) -> Any:
-    """A list of buckets; of numbers, which are one bucket, the error shows how a list of it is written."""
+    """A list of buckets. Raises ValueError for a list of numbers, with the list of that bucket."""
     sides = value if isinstance(value, list) else [value]
     if sides and all(isinstance(side, int) for side in sides):
         raise ValueError(f"it is a list of sizes, such as [{sides * 2 if len(sides) == 1 else sides}]")
@@ -59,7 +59,7 @@ MAX_PIXELS = 89_478_485
 """A quarter of a GiB at three bytes a pixel. Source: Pillow, Image.MAX_IMAGE_PIXELS."""
 
 LEAST_WEIGHT, MOST_WEIGHT = 1.2e-38, 3.4e38
-"""Bounds of caption weights: the store keeps them in fp32 (IEEE 754), where others would be 0 or infinite."""
+"""Bounds of caption weights: the cache has them in fp32 (IEEE 754), where others would be 0 or infinite."""
 WEIGHTS = f"from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
 
 
@@ -72,15 +72,15 @@ SourceKind = Literal["folder", "csv", "json", "parquet", "webdataset", "datasets
 
 
 PART_SIZE = 256
-"""Default samples in a part of a store."""
+"""Default samples in a part of a cache."""
 MOST_REFERENCES = 10
-"""The most images that a sample is an edit of."""
+"""The most images that a sample can be an edit of."""
 LARGE_PART = 1e9
-"""The most bytes of a part: several parts are in memory at once."""
+"""The most bytes of a part, because several parts are in memory at once."""
 
 
 def _named(value: Any) -> Any:
-    """A path; an empty one would be the current folder."""
+    """The path. Raises ValueError for an empty one, which would be the current folder."""
     if value == "":
         raise ValueError("it is empty; a path was expected, and . is the current folder")
     return value
@@ -241,7 +241,7 @@ class DataConfig(Section):
     """The most that an image or frame is enlarged to fill a bucket. Without a bucket within this limit it is
     skipped."""
     part_size: Count = PART_SIZE
-    """Samples in one part of the store."""
+    """Samples in one part of the cache."""
     workers: Processes = 1
     """Processes of `bigdit extract`."""
     caption_dropout: Share = 0.1
@@ -252,16 +252,16 @@ class DataConfig(Section):
     first_frame_noise: FirstFrameNoise | None = None
     """Noise on first frames in training: {} for the defaults. null: none."""
     read_threads: Processes = 2
-    """Threads that read the store, or the images with features online."""
+    """Threads that read the cache, or the images with features online."""
     reader: Literal["pread", "mmap"] = "pread"
-    """How the store's files are read. mmap needs less CPU time for a local store that fits the page cache."""
+    """How the cache's files are read. mmap needs less CPU time if they are local and fit the page cache."""
     remote_cache: Annotated[Count, BeforeValidator(_as_bytes)] = 16 * GIB
-    """Bytes of a remote store that each process keeps in a temporary folder, such as 16GiB. At least 64 parts should
+    """Bytes of remote files that each process keeps in a temporary folder, such as 16GiB. At least 64 parts should
     fit."""
 
     @property
     def store(self) -> Path:
-        """The folder of the store, for a run with cached features."""
+        """The folder of the cache, for a run with cached features."""
         assert self.features is not None, "its features are online"
         return self.features
 
@@ -325,7 +325,7 @@ class DataConfig(Section):
 
 
 def part_size(sample_bytes: float) -> int:
-    """The samples in a part of a store: PART_SIZE, or as many of `sample_bytes` as fit 1 GB."""
+    """The samples in a part of a cache: PART_SIZE, or fewer if these exceed 1 GB."""
     return min(PART_SIZE, 1 << int(math.log2(max(LARGE_PART / sample_bytes, 1))))
 
 
@@ -369,8 +369,8 @@ class VaeCodec(Section):
     config: Path | None = None
     """The folder of the VAE's config.json, where path is one file."""
     latents: Literal["mode", "sampled", "moments"] = "mode"
-    """What the store keeps of the VAE's distribution: its mode, one sample, or mean and standard deviation. With these,
-    each read draws a new sample."""
+    """What the cache keeps of the VAE's distribution: its mode, one sample, or its moments: mean and standard
+    deviation. With moments, each read draws a new sample."""
     seed: Natural = 0
     """With latents sampled: the seed. It and an image's position in the source determine its noise."""
     dtype: Literal["fp32", "bf16"] = "fp32"

@@ -63,11 +63,12 @@ def read_ds_config(path: Path, key: str = "strategy.ds_config") -> dict[str, Any
 
 
 def set_once(overrides: Sequence[str]) -> list[str]:
-    """The values of `--set`. Raises UserError for a repeated key."""
-    keys = [override.partition("=")[0] for override in overrides]
+    """The values of `--set`, with `images[0].` as `images.0.`. Raises UserError for a repeated key."""
+    dotted = [re.sub(r"^[^=]*", lambda key: re.sub(r"\[(\d+)\]", r".\1", key[0]), each) for each in overrides]
+    keys = [override.partition("=")[0] for override in dotted]
     if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
         raise UserError(*(f"--set has {key[:80]} {keys.count(key)} times; give it once" for key in twice))
-    return list(overrides)
+    return dotted
 
 
 def with_option(overrides: Sequence[str], option: str, values: Mapping[str, object]) -> list[str]:
@@ -105,9 +106,10 @@ def _with_strategy(document: dict[str, Any], world_size: int | None) -> dict[str
 
 
 def _without_machines(strategy: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """The strategy on fewer machines than it asks for, with the same global batch; in HSDP with fewer copies of the
-    model. Micro-batches are no larger than the passes need. Raises UserError where other processes are missing than
-    those of whole machines."""
+    """The strategy on fewer machines than planned, with the same global batch, and in HSDP fewer copies of the model.
+
+    Micro-batches are no larger than the passes need. Raises UserError unless whole machines are missing.
+    """
     here = processes_here()
     try:
         asked = Strategy.model_validate(strategy)
@@ -124,7 +126,7 @@ def _without_machines(strategy: dict[str, Any], world_size: int) -> dict[str, An
 
 
 def other_processes(asked: object, world_size: int) -> str:
-    """The problem of a launcher that started other processes than a run asks for."""
+    """The error of a launcher that started another number of processes than the run needs."""
     return (
         f"strategy.world_size is {asked}, and {how_many(world_size, 'process')} "
         f"{'runs' if world_size == 1 else 'run'} (WORLD_SIZE); start that many, set it to {world_size}, or leave it out"
@@ -135,14 +137,14 @@ def _apply(document: dict[str, Any], override: str) -> None:
     key, found, text = override.partition("=")
     if not found or not key:
         raise UserError(f"--set expects key.path=value, such as train.steps=100, and {override[:80]!r} was found")
-    if (dotted := re.sub(r"\[(\d+)\]", r".\1", key)) != key:
-        raise UserError(f"--set {override[:80]}: numbers of a list follow a dot; write {dotted[:80]}={text[:40]}")
     *parents, last = key.split(".")
     node: Any = document
-    for parent in parents:
+    for number, parent in enumerate(parents):
+        if parents[:number][-1:] == ["data"] and parent == "images" and [*parents, last][number + 1].isdecimal():
+            _list_sources(node)
         node = _within(node, parent, override)
         if not isinstance(node, dict | list):
-            fix = "; write it as a list in the YAML: images: [{path: FOLDER}]" if parent == "images" else ""
+            fix = f"; write {override[:80].replace('.images.', '.images[0].')}" if parent == "images" else ""
             raise UserError(f"--set {override[:80]}: {parent} is a value, and has no keys{fix}")
     try:
         value = parse_yaml(text)
@@ -155,8 +157,15 @@ def _apply(document: dict[str, Any], override: str) -> None:
         node[last] = value
 
 
+def _list_sources(data: dict[str, Any]) -> None:
+    """Replace `images: FOLDER` by `images: [{path: FOLDER}]`, which has a number and keys."""
+    found = data.get("images", [])
+    sources = found if isinstance(found, list) else [found]
+    data["images"] = [{"path": each} if isinstance(each, str) else each for each in sources]
+
+
 def _within(node: Any, key: str, override: str) -> Any:
-    """The value at a key of a mapping, a new section where it has none; or at a number of a list."""
+    """The value at a key of a mapping, a new section if it is missing; or at a number of a list."""
     if isinstance(node, dict):
         return node.setdefault(key, {})
     if not key.isdecimal() or int(key) >= len(node):
@@ -165,7 +174,7 @@ def _within(node: Any, key: str, override: str) -> Any:
 
 
 MOST_MICRO_BATCH = 1024
-"""The largest micro-batch that may be asked for; the search ends at 512."""
+"""The largest micro-batch that may be requested; the search ends at 512."""
 
 _HOST = {"device": "cpu", "pin_memory": True}
 # Buckets of 5e7 elements: DeepSpeed's own 5e8 cost up to 1.9 GiB, and models here are a few blocks of 1e7.
@@ -269,7 +278,7 @@ def _copied(value: Any) -> Any:
 
 
 def _within_bounds(strategy: Strategy) -> Strategy:
-    """Raise UserError for a micro-batch that plans reject too."""
+    """The strategy. Raises UserError for a micro-batch that plans reject too."""
     size, most = strategy.micro_batch_size, MOST_MICRO_BATCH
     if size > most:
         raise UserError(f"--strategy: micro_batch_size is {size}, and {most} or less was expected")
@@ -293,10 +302,9 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage `number` of `count`, from 0: a `run` that begins at step `start` of all. A run without stages is one stage.
+    """Stage `number` of `count`, from 0: a `run` that begins at step `start`. A run without stages is one stage.
 
-    `plan`: its predictions, if it has a plan. `length`: the key of its length. `asked`: the processes that its YAML
-    names.
+    `plan`: its predictions, if it has a plan. `length`: the key of its length. `asked`: world_size in its YAML.
     """
 
     run: RunConfig
@@ -323,7 +331,7 @@ class Stage:
         return f"{self.name}." if self.count > 1 else ""
 
     def notices(self, catalogue: str) -> list[str]:
-        """How it deviates from its plan, and what fewer machines or a filled-up batch mean; a line each."""
+        """Notes on differences from its plan, fewer machines, and repeated samples."""
         found = [*self._dealt(), *([] if self.plan is None else plan_notices(self.run, self.plan, catalogue))]
         return [f"{self.name}: {line}" if self.count > 1 else line for line in found]
 
@@ -389,7 +397,7 @@ def load_stages(path: Path, overrides: Sequence[str] = (), world_size: int | Non
 
 
 def with_set(problem: str, path: Path, overrides: Sequence[str], asked: Sequence[dict[str, Any]] = ()) -> str:
-    """The problem, with `--set` named after the file if an override set the key; `asked`: the stages' own keys."""
+    """The problem, with `--set` after the file's name if an override sets the key; `asked`: the stages' own keys."""
     detail = problem.removeprefix(f"{path}: ")
     key = re.sub(r"^(stages\.\d+): ", r"\1.", detail).partition(" ")[0].rstrip(":")
     if problem.startswith(f"{path}: ") and any(_sets(each.partition("=")[0], key, asked) for each in overrides):
@@ -398,8 +406,7 @@ def with_set(problem: str, path: Path, overrides: Sequence[str], asked: Sequence
 
 
 def _sets(override: str, key: str, asked: Sequence[dict[str, Any]]) -> bool:
-    """Whether an override sets the key or a section around it. A stage inherits keys of the run, and problems of all
-    stages are reported without one."""
+    """Whether an override sets the key or a section around it, also for a stage that inherits it, or for all stages."""
     of_stage = re.fullmatch(r"stages\.(\d+)\.(.+)", key)
     if of_stage is not None:
         inner = of_stage[2]
@@ -417,8 +424,8 @@ def read_stages(path: Path, overrides: Sequence[str]) -> tuple[list[dict[str, An
 
 
 def of_each(numbers: Sequence[int], action: Callable[[int], T], before: str = "stages.{}: ") -> list[T]:
-    """The results of `action` for these stages. Raises UserError with all problems: those of all stages once, others
-    with their stage `before` them."""
+    """The results of `action` for these stages. Raises UserError with all problems: those that all stages share once,
+    others after their stage."""
     found, problems = [], []
     for number in numbers:
         try:
@@ -433,7 +440,7 @@ def of_each(numbers: Sequence[int], action: Callable[[int], T], before: str = "s
 
 
 def in_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The stages with their starts; unknown after a stage whose epochs were not counted yet."""
+    """The stages with their first steps, which are unknown after a stage whose epochs were not counted yet."""
     placed, start = [], 0
     for stage in stages:
         placed.append(replace(stage, start=start))
@@ -442,7 +449,7 @@ def in_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def not_shared(number: int, key: str, found: Any, first: Any) -> str:
-    """The problem of a key that differs between a stage and the first."""
+    """The error for a key that differs between a stage and the first one."""
     return (
         f"stages.{number}.{key} is {written(found)}, and stages.0 has {written(first)}: all stages share it; set it "
         "once, outside stages"
@@ -479,7 +486,7 @@ def _unused(override: str, stages: int) -> str:
 
 
 def _sharing(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The stages in order. Raises UserError where shared keys differ."""
+    """The stages in order. Raises UserError if shared keys differ."""
     if problems := [line for stage in stages for line in _not_shared(stage, stages[0])]:
         raise UserError(*problems)
     return in_order(stages)

@@ -31,7 +31,7 @@ _FIX = "run `bigdit plan` again, with --out"
 
 
 class Asked(Strict):
-    """The request in short; plan.json has all of it. `resolution`: (height, width) in pixels."""
+    """A short form of the request; plan.json has all. `resolution`: (height, width) in pixels."""
 
     gpu: str
     gpus_per_node: PositiveInt
@@ -53,8 +53,7 @@ class Expected(Strict):
 
 class LargestMicroBatch(Strict):
     """The largest micro-batch for a size in pixels, found on an emulated GPU: with no recomputed blocks, with the
-    plan's and with all. 0 where none fits, or where swapped blocks must be recomputed; None where it was not
-    searched."""
+    plan's, and with all. 0 if none fits, or if swapped blocks must be recomputed; None if not searched."""
 
     height: PositiveInt
     width: PositiveInt
@@ -64,7 +63,7 @@ class LargestMicroBatch(Strict):
 
 
 class Phase(Strict):
-    """Bytes of one phase: its peak, what it left, and the peak by category."""
+    """Bytes of one phase: its peak, those at its end, and the peak by category."""
 
     phase: str
     peak_bytes: NonNegativeInt
@@ -79,11 +78,41 @@ class RecordedLedger(Strict):
     phases: tuple[Phase, ...]
 
 
+class Fewer(Strict):
+    """The same run on one machine less: keys of its strategy that change, and predicted bytes of one GPU."""
+
+    world_size: PositiveInt
+    dp_replicate: PositiveInt
+    micro_batch_size: PositiveInt
+    grad_accum_steps: PositiveInt
+    repeated_samples: NonNegativeInt
+    global_batch_size: PositiveInt
+    verdict: Literal["FITS", "TIGHT", "DOES NOT FIT"]
+    process_bytes: tuple[NonNegativeInt, NonNegativeInt]
+
+    def of(self, strategy: Strategy) -> Strategy:
+        """The strategy on these GPUs."""
+        return strategy.model_copy(update=self.model_dump(exclude={"global_batch_size", "verdict", "process_bytes"}))
+
+    @property
+    def needs(self) -> str:
+        """Whether it fits, and the most bytes of one GPU."""
+        return f"{self.verdict}, up to {gib(self.process_bytes[1])}"
+
+    def __str__(self) -> str:
+        repeated = f" with {how_many(self.repeated_samples, 'repeated sample')}" if self.repeated_samples else ""
+        return (
+            f"without one machine, the same command goes on with {self.world_size} GPUs and the same global batch of "
+            f"{self.global_batch_size:,}: micro-batch {self.micro_batch_size} in "
+            f"{how_many(self.grad_accum_steps, 'pass')}{repeated}; {self.needs}"
+        )
+
+
 class PlanFile(Strict):
     """What a plan predicts. `expandable_segments`: the planned setting of torch's allocator.
 
-    `run_digest`: of the run.yaml that was written with it. `smaller`: sizes that training tries in turn where a step
-    runs out of memory.
+    `run_digest`: of the run.yaml that was written with it. `smaller`: sizes to try in order if a step runs out of
+    memory. `without_machine`: None for one machine, or if the plan does not fit.
     """
 
     format: Literal[1] = 1
@@ -95,6 +124,7 @@ class PlanFile(Strict):
     expected: Expected
     micro_batch_sizes: tuple[LargestMicroBatch, ...]
     smaller: tuple[StepSize, ...] = ()
+    without_machine: Fewer | None = None
     ledger: RecordedLedger
     versions: dict[str, str]
     catalogue: str
@@ -118,7 +148,7 @@ class PlanFile(Strict):
         return max([height * width, *fitting])
 
 
-# Constants of a run that no prediction depends on.
+# Constants of a run that do not change predictions.
 _FREE = ("lr", "betas", "beta3", "eps", "weight_decay", "decayed")
 
 
@@ -140,8 +170,11 @@ def _predicted_by(strategy: Strategy) -> dict[str, Any]:
 
 def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
     """How a run deviates from its plan: strategy, versions, `catalogue`, larger samples; a line each."""
-    lines, installed = [], versions() | {"python": plan.versions.get("python", "")}  # which takes no part in memory
-    if other := unplanned(run.strategy, plan):
+    lines, installed = [], versions() | {"python": plan.versions.get("python", "")}  # it does not change memory
+    other, fewer = unplanned(run.strategy, plan), plan.without_machine
+    if fewer is not None and not unplanned(run.strategy, plan.model_copy(update={"strategy": fewer.of(plan.strategy)})):
+        lines.append(f"the plan for {fewer.world_size} GPUs: {fewer.needs}")
+    elif other:
         lines.append(f"the plan is for another strategy, and is not compared with the run: {', '.join(other)}")
     moved = [
         f"{name} {was} ({installed[name]} is installed)"
@@ -182,7 +215,7 @@ def _larger(run: RunConfig, plan: PlanFile) -> list[str]:
 
 
 def check_plan(run: RunConfig, spec: ModelSpec, plan: PlanFile) -> None:
-    """Raise UserError where the plan is for another model than `spec`, or predicts that the run does not fit."""
+    """Raise UserError if the plan is for another model than `spec`, or predicts that the run does not fit."""
     if plan.expected.verdict == "DOES NOT FIT" and not unplanned(run.strategy, plan):
         raise UserError(
             f"the plan's verdict is DOES NOT FIT: {gib(plan.expected.process_bytes[1])} needed of "
@@ -212,7 +245,7 @@ def _release(version: str) -> str:
 
 
 def write_plan_file(path: Path, plan: PlanFile) -> None:
-    """Write `plan` with its digest. Raises UserError where it cannot be written."""
+    """Write `plan` with its digest. Raises UserError if it cannot be written."""
     document = plan.model_dump(mode="json")
     document = {"format": document.pop("format"), "digest": _digest(document | {"format": FORMAT}), **document}
     write_text(path, _HEAD + yaml.safe_dump(document, sort_keys=False, width=100, allow_unicode=True))

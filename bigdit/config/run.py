@@ -129,7 +129,7 @@ class ValidationConfig(Section):
     """The loss on samples that are not trained on, with the weights and with their EMA, always with the same noise."""
 
     samples: Count = 256
-    """The number of validation samples, chosen by their position in the store when the run begins."""
+    """The number of validation samples, chosen by their position in the cache when the run starts."""
     every: Count = 500
     """Steps between validations; the last step has one too."""
     times: tuple[Time, ...] = Field(default=(0.1, 0.3, 0.5, 0.7, 0.9), min_length=1)

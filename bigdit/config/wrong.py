@@ -1,4 +1,4 @@
-"""Problems of a document's values: a line for each key, in the user's words, not pydantic's.
+"""Messages for invalid values in a document: one line for each key, without pydantic's terms.
 
 The names of keys, options and values in other trainers are from the documentation of diffusers' scripts, kohya's
 sd-scripts, SimpleTuner, ai-toolkit, OneTrainer, accelerate and transformers' Trainer.
@@ -248,7 +248,7 @@ KEYS = {name: meant for meant, names in _NAMES.items() for name in names.split()
 
 
 def key_meant(*names: str) -> Meant | None:
-    """What the first of these names means that other trainers have, in any spelling."""
+    """The meaning of the first of these names that is known from other trainers, in any spelling."""
     return next((KEYS[name] for name in map(_plain, names) if name in KEYS), None)
 
 
@@ -391,7 +391,7 @@ def _names(detail: ErrorDetails) -> list[str]:
 
 
 def _expected(detail: ErrorDetails) -> str:
-    """What was expected, for one of the possible types of a value."""
+    """The expected value, for one of the possible types."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "missing":  # the end of a list
         return f"a list of {int(detail['loc'][-1]) + 1}"
@@ -406,7 +406,7 @@ def _expected(detail: ErrorDetails) -> str:
 
 
 def _hint(path: Sequence[str], kind: type[BaseModel]) -> str:
-    """Where a misplaced key belongs, what other trainers mean by it, or the nearest to a misspelt one."""
+    """Where a misplaced key belongs, its meaning in other trainers, or the nearest key to a misspelt one."""
     here = _fields_at(path[:-1], kind)
     section, key = path[:-1], path[-1]
     if section and (
@@ -426,7 +426,7 @@ def _hint(path: Sequence[str], kind: type[BaseModel]) -> str:
             return suggested(meant, parts[-1])
     elsewhere = [f"{section}.{path[-1]}" for section in kind.model_fields if path[-1] in _fields_at([section], kind)]
     return _with_meaning(
-        f"did you mean {', '.join(elsewhere)}?" if elsewhere else nearest(path[-1], here), section, kind
+        f"did you mean {elsewhere[0]}?" if len(elsewhere) == 1 else nearest(path[-1], here), section, kind
     )
 
 

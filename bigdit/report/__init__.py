@@ -1,4 +1,4 @@
-"""How things read: terminal output, tables, figures and HTML pages."""
+"""Terminal output, tables, figures and HTML pages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Benchmarks for people: memory against the micro-batch size, and contenders side by side.
+"""Reports of benchmarks: memory against the micro-batch size, and steps compared with a baseline.
 
-Memory is a table, two figures, Markdown, and a page that holds all of it. Contenders have the time of a step each, and
-its ratio to the baseline's.
+Memory is a table, two figures, Markdown, and a page with all of it. Comparisons show the time of a step, and its ratio
+to the baseline's.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def subtitle(found: MemoryBench) -> str:
 
 
 def columns(found: MemoryBench) -> list[str]:
-    """Columns of the tables; errors of emulated numbers, and time, only where they are known."""
+    """Columns of the tables; errors of emulated numbers, and time, only if they are known."""
     points = [point for curve in found.curves for point in curve.points]
     ran, timed = any(point.ran for point in points), any(point.seconds_per_step for point in points)
     return [*COLUMNS, *([OFF] if ran else []), *(TIMED if timed else ())]
@@ -120,7 +120,7 @@ def retried(curve: Curve) -> list[str]:
 
 
 def _off(point: Point) -> str:
-    """Errors of the emulated allocated and reserved bytes in %; a dash where nothing was measured."""
+    """Errors of the emulated allocated and reserved bytes in %; a dash if nothing was measured."""
     ran, emulated = point.ran, point.emulated
     if ran is None:
         return DASH
@@ -149,13 +149,13 @@ def _heading(curve: Curve, found: MemoryBench) -> str:
 
 
 def _named(curve: Curve) -> str:
-    """The strategy as asked; for a sharding engine with one process, that there is one."""
+    """The strategy as it was given; with a note on one process of an engine for several."""
     alone = curve.strategy.engine != "single" and curve.strategy.world_size == 1
     return f"{curve.asked}, 1 process," if alone else curve.asked
 
 
 def by_phase(curve: Curve) -> tuple[list[str], list[list[str]]]:
-    """Columns, and for each size that fits a row of allocated peaks by phase; empty where none fits."""
+    """Columns, and for each size that fits a row of allocated peaks by phase; empty if none fits."""
     fitting = [point for point in curve.points if point.peaks.fits]
     if not fitting:
         return [], []

@@ -1,4 +1,4 @@
-"""What an emulated script needed of its GPUs: in the terminal, as JSON, and as a self-contained page."""
+"""The GPU memory that an emulated script needed: in the terminal, as JSON, and as a self-contained page."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def show(emulation: Emulation) -> None:
 
 
 def document(emulation: Emulation) -> dict[str, Any]:
-    """The emulation as JSON, with verdicts. Where `fits` is null, `reason` has the cause."""
+    """The emulation as JSON, with verdicts. If `fits` is null, `reason` has the cause."""
     found = emulation.model_dump(mode="json")
     for run, dumped in zip(emulation.runs, found["runs"], strict=True):
         dumped |= _answer(run, emulation)
@@ -298,7 +298,7 @@ SHADES = {"backward": COLOURS["saved activation"], "step": COLOURS["optimizer st
 
 
 def clear_folder(folder: Path) -> None:
-    """Remove the files of an earlier emulation from the folder. Raises UserError where it cannot be written."""
+    """Remove the files of an earlier emulation from the folder. Raises UserError if it cannot be written."""
     check_writable("--out", folder)
     if (folder / JSON).exists():
         for file in (folder / PAGE, folder / JSON, *folder.rglob("snapshot-*.pickle")):
@@ -306,7 +306,7 @@ def clear_folder(folder: Path) -> None:
 
 
 def write_emulation(emulation: Emulation, folder: Path) -> list[Path]:
-    """Write page and JSON next to the snapshots, and return all paths. Raises UserError where that fails."""
+    """Write page and JSON next to the snapshots, and return all paths. Raises UserError if that fails."""
     write_text(folder / PAGE, page(emulation))
     write_json(folder / JSON, document(emulation))
     return [folder / PAGE, folder / JSON, *sorted(folder.rglob("snapshot-*.pickle"))]
@@ -327,7 +327,7 @@ def page(emulation: Emulation) -> str:
 
 
 def _run(run: EmulatedRun, at: int, emulation: Emulation) -> dict[str, Any]:
-    """What the template shows of a run."""
+    """The template's values for a run."""
     found = [(account, gpu) for account in run.accounts for gpu in account.gpus]
     found.sort(key=lambda each: (run.holds(each[0]), -each[1].peak_reserved_bytes))
     word, why = verdict(run, emulation)
@@ -402,7 +402,7 @@ def _draw_phases(axes: Axes, gpu: GpuAccount) -> None:
 
 
 def _draw_gpu(axes: Axes, account: Account, gpu: GpuAccount, emulation: Emulation) -> None:
-    """Draw the GPU's line, and below it the non-torch memory; only text where both are far above the curve."""
+    """Draw the GPU's line, and below it the non-torch memory; only text if both are far above the curve."""
     usable = emulation.gpu.usable_bytes
     non_torch = emulation.non_torch(account)
     top = max(gpu.peak_reserved_bytes, 1)

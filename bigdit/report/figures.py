@@ -38,14 +38,14 @@ COLOURS: dict[Category, str] = {
     "workspace": "#222222",
     "temporary": "#DDDDDD",
 }
-"""A colour for each category, in the order of the layers: what stays is below, what comes and goes above.
+"""A colour for each category, in the order of the layers: permanent ones below, temporary ones above.
 
 Source: Paul Tol's colours for the colour-blind, https://personal.sron.nl/~pault: "muted", with single ones of
 "vibrant", "light" and "medium-contrast"; checked in tests/report/test_timeline.py.
 """
 
 MOST_COLUMNS = 2000
-"""The most points of a curve: more than the figure has pixels."""
+"""The most points of a curve: more than the pixels of the figure."""
 
 LETTERS_ACROSS = 130
 """About how many letters fit on a line over the figure."""
@@ -66,7 +66,7 @@ def plot_timeline(
 ) -> None:
     """Draw what is allocated after each event, in multiples of `granularity`, to a PNG file.
 
-    `gpu_bytes` is a GPU's usable memory, plotted as a line. Raises UserError where the file cannot be written.
+    `gpu_bytes` is a GPU's usable memory, plotted as a line. Raises UserError if the file cannot be written.
     """
     figure = timeline_figure(timeline, title=title, gpu_bytes=gpu_bytes, granularity=granularity)
     with replacing(path) as temporary:
@@ -81,7 +81,7 @@ def timeline_figure(
     granularity: int = CUDA_GRANULARITY,
     most: int = MOST_COLUMNS,
 ) -> Figure:
-    """The same as a figure, of fewer than `most` points a category."""
+    """The figure of `plot_timeline`, with fewer than `most` points per category."""
     from matplotlib.figure import Figure
 
     live = live_bytes(timeline, granularity)
@@ -153,7 +153,7 @@ def _draw_categories(axes: Axes, live: Bytes, at: Bytes, peak: int, unit: int) -
 
 
 def _draw_phases(axes: Axes, timeline: Timeline) -> None:
-    """Draw a line where a phase begins, and its name above: vertical if the phase is short, left out without room."""
+    """Draw a line at the start of each phase, and its name above: vertical if it is short, none without room."""
     above = axes.get_xaxis_transform()
     highest = 1
     for span in timeline.spans:
@@ -169,7 +169,7 @@ def _draw_phases(axes: Axes, timeline: Timeline) -> None:
 
 
 def _draw_limits(axes: Axes, timeline: Timeline, peak: int, peak_bytes: int, gpu_bytes: int | None, unit: int) -> None:
-    """Mark the peak, and the GPU's memory if that does not flatten the curve."""
+    """Mark the peak, and the GPU's memory if it is at most twice the peak."""
     phase = next((span.phase for span in timeline.spans if span.start < peak <= span.stop), None)
     top = max(peak_bytes, 1)
     if gpu_bytes is not None:
@@ -212,7 +212,7 @@ LINES = (
 
 
 def plot_curves(plan: Plan, path: Path) -> None:
-    """Draw the curves of `plan` to a PNG file. Raises UserError where it cannot be written."""
+    """Draw the curves of `plan` to a PNG file. Raises UserError if it cannot be written."""
     with replacing(path) as temporary:
         curves_figure(plan).savefig(temporary, format="png")
 

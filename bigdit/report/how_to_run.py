@@ -1,4 +1,4 @@
-"""How a plan is run: its run.yaml, with folders to fill in, and the commands for its engine."""
+"""How to run a plan: its run.yaml, with folders to fill in, and the commands for its engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FOLDER = "path/to"
 def skeleton(plan: Plan, images: Path | None = None, name: str = "") -> str | None:
     """The YAML; None for a model that cannot be trained, or with an unknown VAE.
 
-    `images`: the source, with the `name` of the folders of features and of the run; None to fill all in.
+    `images`: the source; `name`: of the folders of the cache and of the run. None: placeholders for all of them.
     """
     request = plan.request
     model = request.model
@@ -109,9 +109,9 @@ def _steps(plan: Plan) -> int:
 
 
 SAVED_BYTES_PER_S = 140e6
-"""What a process writes of a checkpoint: 5.84 GiB in 42 s, on a busy machine (benchmarks/saving.md)."""
+"""Checkpoint bytes per second of a process: 5.84 GiB in 42 s, on a busy machine (benchmarks/saving.md)."""
 _LOST_S = 1800
-"""The most work between two checkpoints, in seconds, if none takes a tenth of it."""
+"""The most seconds between two checkpoints, unless saving would take more than a tenth of them."""
 
 
 def _save_seconds(plan: Plan) -> float:
@@ -119,7 +119,7 @@ def _save_seconds(plan: Plan) -> float:
 
 
 def _checkpoint_every(plan: Plan) -> dict[str, int]:
-    """train.checkpoint_every, where its default is too rare for slow steps."""
+    """train.checkpoint_every, if steps are too slow for its default."""
     between = max(_LOST_S, 10 * _save_seconds(plan))
     steps = max(1, int(between / plan.chosen.step.seconds.high))
     rounded = int(str(steps)[0]) * 10 ** (len(str(steps)) - 1)
@@ -128,20 +128,20 @@ def _checkpoint_every(plan: Plan) -> dict[str, int]:
 
 
 def _learning(strategy: Strategy, lr: float) -> Strategy:
-    if strategy.optimizer.name == "prodigy":  # its own rate is a factor
+    if strategy.optimizer.name == "prodigy":  # its lr is a factor
         return strategy
     return strategy.model_copy(update={"optimizer": strategy.optimizer.model_copy(update={"lr": lr})})
 
 
 def as_yaml(document: dict[str, Any]) -> str:
-    """Keys in their order, short sections on a line."""
+    """YAML with keys in their order, and short sections on one line."""
     return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True)
 
 
 def renewed(text: str, plan: Plan) -> str:
-    """A run's YAML that somebody has edited, with the strategy of another plan.
+    """A run's edited YAML with the strategy of another plan. Learning rate and other constants of the run stay.
 
-    Its learning rate and other constants of the run stay. A text that is no run's is returned as it is.
+    Returns other text unchanged.
     """
     try:
         document = parse_yaml(text)
@@ -153,7 +153,7 @@ def renewed(text: str, plan: Plan) -> str:
 
 
 def _weights(plan: Plan) -> str | None:
-    """The weights to start from: published ones, or those in a user's folder; None for random ones."""
+    """The folder of weights to start from, published or a user's own; None for random weights."""
     model = plan.request.model
     known = model.pipeline is not None or repositories(model.name)
     if plan.request.from_scratch or not (known or plan.chosen.strategy.frozen):
@@ -178,7 +178,7 @@ def _objective(model: CatalogModel) -> dict[str, Any]:
 
 
 def _dtypes(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
-    """The dtypes of the VAE and the text encoders that are on the GPU, where they are not the default."""
+    """The dtypes of VAE and text encoders with features online, if they are not the default."""
     encoders = online_encoders(plan.request.model, plan.batch, plan.chosen.strategy.text_dtype)
     dtypes = encoders.vae.dtype, next((each.dtype for each in encoders.text), "fp32")
     vae, text = ({} if each == "fp32" else {"dtype": each} for each in dtypes)
@@ -193,7 +193,7 @@ def _frames(plan: Plan) -> list[int]:
 
 
 def _part_size(plan: Plan) -> dict[str, int]:
-    """The part size, where samples are so large that fewer make a part."""
+    """data.part_size, if samples are too large for its default."""
     data = plan.dataset
     size = PART_SIZE if data is None else part_size(data.store_bytes.high / data.images)
     return {} if size == PART_SIZE else {"part_size": size}
@@ -205,20 +205,20 @@ def _text(pipeline: str, text: TextInput) -> dict[str, Any]:
 
 
 def _first_frame(pipeline: str, model: CatalogModel) -> dict[str, Any]:
-    """The encoder of the first frame, for models that begin with an image."""
+    """encoders.first_frame, for image-to-video models."""
     if not model.first_frame and not takes_first_frame(model.spec):
         return {}
     return {"first_frame": {"pipeline": pipeline} if embeds_first_frame(model.spec) else {}}
 
 
 def _folder(model: CatalogModel) -> str:
-    """The folder of weights and encoders: that of its repository on the hub, or one to fill in."""
+    """The folder of weights and encoders: of the repository on the hub, or a placeholder."""
     known = repositories(model.name)
     return weights_folder(known[0]) if known else f"{FOLDER}/{_named(model)}"
 
 
 def _named(model: CatalogModel) -> str:
-    """The name of a folder with encoders: that of the pipeline where all models of the class have the same encoders."""
+    """The name of the folder with encoders: the pipeline's, if all models of the class have the same encoders."""
     vaes = {each.vae.name for each in models() if each.spec.class_name == model.spec.class_name}
     return model.text_pipeline or "pipeline" if _usual(model) and len(vaes) == 1 else "pipeline"
 
@@ -253,12 +253,12 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _vae_lent(model: CatalogModel) -> bool:
-    """Whether the VAE is not that of the model's own folder."""
+    """Whether the plan assumes another VAE than that of the model's own folder."""
     return model.pipeline is not None and model.vae.source != str(Path(model.pipeline) / "vae" / CONFIG)
 
 
 def _usual(model: CatalogModel) -> bool:
-    """Whether a model of the catalogue has the same class, VAE and width of text."""
+    """Whether the catalogue has a model with the same class, VAE and width of text."""
     return any(
         each.spec.class_name == model.spec.class_name
         and each.vae == model.vae
@@ -301,7 +301,7 @@ class Command(NamedTuple):
 
 
 def obstacle(plan: Plan) -> str | None:
-    """Why there is nothing to run; None where there is."""
+    """Why the plan cannot be run; None if it can."""
     if not plan.fits:
         return "it does not fit"
     if plan.request.model.training_obstacle is not None:
@@ -317,7 +317,7 @@ def obstacle(plan: Plan) -> str | None:
 
 
 def commands(plan: Plan, folder: Path) -> list[Command]:
-    """The commands that encode and train by the plan in `folder`, the shortest first."""
+    """The commands that encode and train with the plan in `folder`, the simplest first."""
     known = skeleton(plan) is not None
     recorded, config = record(plan), folder / RUN if known else Path(RUN)
     found, spread = [], recorded.processes_per_node
@@ -338,14 +338,14 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
 
 
 _JOB_HOURS, _GRACE_S = 24, 240
-"""What launch/slurm/train.sbatch asks for, and the GRACE that it leaves."""
+"""The hours that launch/slurm/train.sbatch requests, and its default GRACE."""
 
 
 def _sbatch(plan: Plan, config: Path, spread: Sequence[int]) -> list[Command]:
-    """SLURM's command: as many tasks on each machine, from the repository, which has the job.
+    """SLURM's command, if all machines have the same number of tasks, and the repository has the job's file.
 
-    The job asks for the hours of the whole run, of which it gets a day at most: then it is queued again. It is warned a
-    step and a save before its end, and a minute for the rest.
+    The job requests the hours of the whole run, at most a day; then it is queued again. It gets a signal before its
+    end: the time of a step, a save and a minute.
     """
     if len(set(spread)) > 1 or entry() != ("launch/train.py",):
         return []
@@ -394,7 +394,7 @@ def _accelerate(config: Path, spread: Sequence[int], kind: str) -> list[Command]
     if len(set(spread)) > 1:
         return []
     words = ["accelerate", "launch", kind, "--num_machines", str(len(spread)), "--num_processes", str(sum(spread))]
-    if len(spread) > 1 and kind == "--use_deepspeed":  # else the first machine would start the others by pdsh
+    if len(spread) > 1 and kind == "--use_deepspeed":  # the default starts other machines by pdsh
         words += ["--deepspeed_multinode_launcher", "standard"]
     if len(spread) > 1:
         words += ["--machine_rank", "$NODE_RANK", "--main_process_ip", "$HEAD", "--main_process_port", str(PORT)]

@@ -193,12 +193,12 @@ FIELDS = (
     *("micro_batch_size", "checkpointed_blocks", "phase", "at_peak", "peak_allocated_bytes", "peak_reserved_bytes"),
     *("process", "host_bytes", "verdict", "samples_per_second_per_gpu"),
 )
-"""Of a point, as the page's script names its values."""
+"""The values of a point, by their names in the page's script."""
 
 
 def whatif(plan: Plan, others: Sequence[Plan] = ()) -> dict[str, Any] | None:
-    """The JSON for the page's script: what ran for the plan and for the `others`, plans for other numbers of GPUs.
-    None if nothing ran that can be compared."""
+    """The JSON for the page's script: all attempts of the plan and of `others`, plans for other numbers of GPUs. None
+    without attempts."""
     if not plan.ran:
         return None
     options = [(each, ran) for each in (plan, *others) for ran in by_option(each).values()]
@@ -214,7 +214,7 @@ def whatif(plan: Plan, others: Sequence[Plan] = ()) -> dict[str, Any] | None:
 
 
 def by_option(plan: Plan) -> dict[str, list[Estimate]]:
-    """All that ran, by the title of its option."""
+    """All attempts, by the title of their option."""
     found: dict[str, list[Estimate]] = {}
     for each in plan.ran:
         found.setdefault(each.option, []).append(each)
@@ -222,7 +222,7 @@ def by_option(plan: Plan) -> dict[str, list[Estimate]]:
 
 
 def start(plan: Plan) -> dict[str, Any]:
-    """The first choice on the page: the recommended strategy."""
+    """The choices that the page shows first: the recommended strategy."""
     chosen = plan.chosen
     ran = [each.blocks for each in by_option(plan)[chosen.option]]
     blocks = max(ran) if chosen.strategy.checkpointed_blocks == "all" else chosen.blocks
@@ -268,8 +268,10 @@ def _words(strategy: Strategy) -> dict[str, str]:
 
 
 def _point(each: Estimate, plan: Plan) -> list[Any]:
-    """The values of FIELDS, without their names, in a third of the bytes. Bytes by category are in the order of
-    CATEGORIES, and those of the recorded strategy alone; the speed is in words."""
+    """The values of FIELDS without their names, which would triple the bytes.
+
+    Bytes by category are in the order of CATEGORIES, and only of the recorded strategy; the speed is text.
+    """
     at_peak = plan.ledger.at_peak if each.strategy == plan.chosen.strategy else {}
     return [
         each.micro_batch_size,
@@ -290,7 +292,7 @@ OURS = {FILE, DS_CONFIG, JSON, PAGE, MEMORY, CURVE, RUN}
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError where a plan could not be written to `folder`; called before planning, which takes a while."""
+    """Raise UserError, before a plan is made, if it could not be written to `folder`."""
     _kept_run(folder)
     check_writable("--out", folder)
 
@@ -299,7 +301,7 @@ def write_plan(plan: Plan, folder: Path, others: Sequence[Plan] = (), run: str |
     """Write all files of `plan`, or none. They replace those of an older plan; of an edited run.yaml only the strategy.
 
     `run`: the text of run.yaml, if not the plan's own. The page also shows `others`: plans for other numbers of GPUs.
-    Raises UserError where `folder` holds files that no plan wrote, and where it cannot be written.
+    Raises UserError if `folder` holds files that no plan wrote, or if it cannot be written.
     """
     kept = _kept_run(folder)
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}-{uuid.uuid4().hex[:8]}")
@@ -349,7 +351,7 @@ def _fill(plan: Plan, others: Sequence[Plan], temporary: Path, folder: Path, run
 
 
 def document(plan: Plan) -> str:
-    """`plan` as JSON: as `--json` prints it, with timeline and all that ran."""
+    """`plan` as JSON: as `--json` prints it, with timeline and all attempts."""
     return json.dumps(plan.model_dump(mode="json") | {"fits": plan.fits}, indent=2) + "\n"
 
 

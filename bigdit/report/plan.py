@@ -1,4 +1,4 @@
-"""A plan in the terminal, the most important first, within 80 columns and readable without colour."""
+"""A plan in the terminal, the most important first, in 80 columns and readable without colour."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from bigdit.speed.seconds import Handed, Interval
 from bigdit.units import count, gib, how_many
 
 PARTS = 3
-"""How many parts of a step's time are shown."""
+"""The most parts of a step's time that are shown."""
 MOST_ROWS = 5
-"""Rows of the front in the terminal; report.html and --json have all."""
+"""The most rows of the front in the terminal; report.html and --json have all."""
 OTHERS = 2
-"""How many of these rows are lossy where the recommended strategy is not, or the reverse."""
+"""The most of these rows that are lossy if the recommended strategy is lossless, or the reverse."""
 
 _VERDICTS = {"FITS": "fits", "TIGHT": "tight", "DOES NOT FIT": "no"}
 _STYLES = {"FITS": "bold green", "TIGHT": "bold yellow", "DOES NOT FIT": "bold red"}
@@ -55,11 +55,13 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
 
 
 def show_short(plan: Plan, name: str) -> None:
-    """Print verdict, settings, duration and CPU memory of the plan for `name`."""
-    length = speed(plan, PARTS).get("run", "unknown; `bigdit plan --images N` estimates it")
+    """Print verdict, settings, duration (if the number of samples is known) and CPU memory of the plan for `name`."""
+    found = _recommended(plan)
+    if plan.run is not None:
+        found["run"] = speed(plan)["run"]
+    found["CPU memory"] = needs(plan, notes=False)["CPU memory"]
     log.out.print(_headline(plan))
-    memory = needs(plan, notes=False)["CPU memory"]
-    log.out.print(lines(name, _recommended(plan) | {"run": length, "CPU memory": memory}), highlight=False)
+    log.out.print(lines(name, found), highlight=False)
     for notice in plan.notices:
         log.out.print(f"note: {notice}", highlight=False, markup=False)
     log.out.print()
@@ -284,7 +286,7 @@ def _launches(handed: Handed, waits: Interval | None) -> str:
 
 
 def needs(plan: Plan, *, notes: bool = True) -> dict[str, str]:
-    """CPU memory, and disk and time for the encoded data set; with `notes` on what that is based."""
+    """CPU memory, and disk and time for the encoded data set; `notes`: with what that is based on."""
     host, data, node = plan.host, plan.dataset, plan.host.node_bytes
     generating = f"; {size(host.samples_bytes, node)} to generate samples (text encoder, VAE)"
     assumed = f" ({gib(plan.request.host_memory_bytes)} assumed)" if plan.request.host_assumed else ""

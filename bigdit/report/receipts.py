@@ -1,4 +1,4 @@
-"""Receipts as tables: what was measured, and what the same run needs on an emulated GPU now."""
+"""Receipts as tables: measured values, and the values of the same run on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def speeds(learned: Sequence[Learnt]) -> Table:
 
 
 def summary(checked: Sequence[Checked]) -> list[str]:
-    """Errors of reserved bytes (median, P95, worst), and how many steps of real GPUs lie inside their estimate."""
+    """Errors of reserved bytes (median, P95, worst), and the number of measured steps within their estimates."""
     timed = [each for each in checked if _timed(each)]
     lines = []
     for emulated in (False, True):

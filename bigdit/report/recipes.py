@@ -47,7 +47,7 @@ def _within(text: str, width: int, indent: str = "") -> str:
 
 
 def needs(found: Recipe) -> list[str]:
-    """What it needs of GPU, CPU memory, disk and time, a line each."""
+    """Lines on the GPU, CPU memory, disk and time that a recipe needs."""
     gpu = resolve_gpu(found.about.gpu).title
     gpu = gpu if found.processes == 1 else f"{found.processes} × {gpu}, each"
     took = found.took
@@ -75,7 +75,7 @@ def needs(found: Recipe) -> list[str]:
 
 
 def _extraction(found: Recipe) -> list[str]:
-    """What encoding needs of the GPU."""
+    """The GPU memory for encoding."""
     assert found.took is not None
     taken = found.took.extraction
     if taken is None:
@@ -87,7 +87,7 @@ def _extraction(found: Recipe) -> list[str]:
 
 
 def _saved(found: Recipe) -> list[str]:
-    """What the run writes to its output."""
+    """The disk space for checkpoints and exports."""
     assert found.took is not None
     saved = found.took.saved
     if saved is None:

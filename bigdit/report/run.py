@@ -1,4 +1,4 @@
-"""The page of a run, and the same as JSON: what its output holds, also while it trains."""
+"""The page of a run, also as JSON, from the files in its output, also while it trains."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Found:
 
 
 def read_run(output: Path) -> Found:
-    """What `output` holds. Raises UserError where it has no rows of metrics; other damaged files become notices."""
+    """Read the run in `output`. Raises UserError if it has no rows of metrics; other damaged files become notices."""
     path = output / METRICS
     try:
         rows, lost = read_rows(path)
@@ -87,7 +87,7 @@ def read_run(output: Path) -> Found:
 
 
 def _read(path: Path, kind: type[RunRecord] | type[Receipt], notices: list[str]) -> Any:
-    """The content of a file; None where it is missing or damaged; damage becomes a notice."""
+    """The content of a file; None if it is missing or damaged; damage becomes a notice."""
     try:
         return kind.model_validate(read_json(path))
     except FileNotFoundError:
@@ -108,13 +108,13 @@ def _by_step(folder: Path) -> list[Path]:
 
 
 def write_page(found: Found) -> Path:
-    """Write the page into the run's output, and return its path. Raises UserError where it cannot be written."""
+    """Write the page into the run's output, and return its path. Raises UserError if that fails."""
     write_text(found.output / PAGE, page(found))
     return found.output / PAGE
 
 
 def page(found: Found) -> str:
-    """The whole page. Captions, names and paths are escaped, because they are not ours."""
+    """The whole page. Captions, names and paths are escaped, because users wrote them."""
     notices, run = [*found.notices], found.record and found.record.run
     shown = {
         "found": found,
@@ -135,7 +135,7 @@ def page(found: Found) -> str:
 
 
 def charts(found: Found) -> list[Markup]:
-    """The charts of all keys that rows have."""
+    """The charts of all keys in the rows."""
     unit, name = units.unit_of(max((value for key in MEMORY for _, value in found.series(key)), default=1))
     asked = (
         ("Loss", LOSSES, 1, False),

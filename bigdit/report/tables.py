@@ -13,7 +13,7 @@ from rich.text import Text
 
 DASH = "–"
 NARROWEST = 12
-"""The least characters of a column of text, if it has a word of that length."""
+"""The least width of a text column, if it has a word of that length."""
 WIDEST = 1000
 """A width in which no table is broken."""
 GAP = 2
@@ -23,8 +23,8 @@ GAP = 2
 def table(title: str, columns: Sequence[str], numeric: Collection[str] = ()) -> Table:
     """An empty table; fill it with `add_row(*cells)`.
 
-    `numeric` columns are right-aligned and never broken. In a narrow terminal the other columns shrink; where they
-    cannot, the cells of a row are printed below each other.
+    `numeric` columns are right-aligned and never broken. In a narrow terminal the other columns shrink; if that is not
+    enough, the cells of a row are printed below each other.
     """
     made = _Table(
         title=title, title_justify="left", title_style="bold", caption_justify="left", caption_style="",
@@ -37,7 +37,7 @@ def table(title: str, columns: Sequence[str], numeric: Collection[str] = ()) -> 
 
 
 class _Table(Table):
-    """A table that prints cells below each other, with column heads, where a terminal would cut numbers."""
+    """A table that prints cells below each other, with column heads, if a terminal would cut numbers."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         least = sum(_least(console, column) for column in self.columns) + GAP * (len(self.columns) - 1)
@@ -59,7 +59,7 @@ class _Table(Table):
 
 
 def _least(console: Console, column: Column) -> int:
-    """The least width that cuts no number and breaks no word of a column."""
+    """The least width of a column without cut numbers and broken words."""
     wide = console.options.update(max_width=WIDEST)
     sizes = [Measurement.get(console, wide, each) for each in (column.header, *column.cells)]
     if column.no_wrap:

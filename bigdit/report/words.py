@@ -30,7 +30,7 @@ def precision(strategy: Strategy) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits or all before the point; two for numbers below one: 0.043, 0.40, 1.25, 38.5, 1,208."""
+    """A number with three digits, or all before the point; two below one: 0.043, 0.40, 1.25, 38.5, 1,208."""
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
     return f"{value:,.{digits}f}" if value >= 1 or not value else f"{value:#.2g}"
 
@@ -49,7 +49,7 @@ def span(seconds: Interval, like: Interval | None = None) -> str:
 
 
 def size(nbytes: float, like: float | None = None) -> str:
-    """Bytes as units.gib has them, in the unit of `like`; large ones without decimals: 40,455 GiB."""
+    """Bytes in the unit of `like` or their own; large ones without decimals: 40,455 GiB."""
     unit, name = unit_of(nbytes if like is None else like)
     digits = 0 if unit == 1 or abs(nbytes) >= 1000 * GIB else 2
     return f"{nbytes / unit:,.{digits}f} {name}"
@@ -68,7 +68,7 @@ def samples(plan: Plan) -> str:
 
 
 def largest(micro_batch_size: int | None) -> str:
-    """A largest micro-batch; with a + where the search ended, and a dash where it was not searched."""
+    """A largest micro-batch; with a + if the search ended there, and a dash if it was not searched."""
     if micro_batch_size is None:
         return "–"
     if micro_batch_size >= LARGEST_MICRO_BATCH:
@@ -77,7 +77,7 @@ def largest(micro_batch_size: int | None) -> str:
 
 
 def limited(plan: Plan) -> list[str]:
-    """What the largest micro-batches are for, and what a `+` means."""
+    """Notes on the largest micro-batches: their settings, and what a `+` means."""
     found = (getattr(limit, key) for limit in plan.buckets for key in limits(plan))
     most, notes = LARGEST_MICRO_BATCH, ["by number of recomputed blocks, with the settings above"]
     if plan.chosen.strategy.checkpointing == "selective":
@@ -124,7 +124,7 @@ def swapped(strategy: Strategy, total: int | None) -> str:
 
 
 def limits(plan: Plan) -> dict[str, str]:
-    """Columns of largest micro-batches with their heads; the plan's own blocks unless they are none or all."""
+    """Columns of largest micro-batches with their heads; the plan's own number of blocks unless it is none or all."""
     total, chosen = blocks(plan), plan.chosen.strategy.checkpointed_blocks
     heads = {"none": "none", "recommended": f"{chosen} of {total or '…'}", "full": f"all {total}" if total else "all"}
     if chosen in (0, "all", total):
@@ -157,7 +157,7 @@ def engine(strategy: Strategy) -> str:
 
 
 def optimizer(strategy: Strategy) -> str:
-    """The optimizer, with its library or implementation, and where it steps."""
+    """The optimizer, with its library or implementation, and whether it steps in the backward pass."""
     spec = strategy.optimizer
     text = OPTIMIZERS[spec.name]
     text += " (bitsandbytes)" if spec.name in BITSANDBYTES else ""
@@ -171,7 +171,7 @@ def reason(choice: Estimate) -> str:
 
 
 def why(choice: Estimate) -> str:
-    """Why a choice is recommended, and what is lossy: `the fastest that fits; lossy: 8-bit CAME instead of AdamW`."""
+    """Why a choice is listed, and what is lossy: `the fastest that fits; lossy: 8-bit CAME instead of AdamW`."""
     lossy = lossy_by(choice.strategy)
     return reason(choice) + (f"; lossy: {', '.join(lossy)}" if lossy else "")
 
@@ -197,16 +197,16 @@ def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
         found["adapters"] = (
             f"{strategy.lora.title} of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
         )
-    if (beside := strategy.controlnet) is not None:
-        base = "" if beside.base == "bf16" else f" in {beside.base}"
-        found["trained"] = f"a ControlNet of {how_many(beside.blocks, 'block')}; the model is frozen{base}"
+    if (trained := strategy.controlnet) is not None:
+        base = "" if trained.base == "bf16" else f" in {trained.base}"
+        found["trained"] = f"a ControlNet of {how_many(trained.blocks, 'block')}; the model is frozen{base}"
     found |= _buckets(strategy)
     found["allocator"] = ALLOCATOR
     return found
 
 
 def _tokens(strategy: Strategy, plan: Plan) -> str:
-    """How GPUs share samples, and why by a ring."""
+    """How GPUs share samples, and why with ring attention."""
     text = f"each sample's over {strategy.cp} GPUs (context parallelism"
     if strategy.cp_ring > 1:
         heads = plan.request.model.spec.kwargs["num_attention_heads"]
@@ -251,7 +251,7 @@ def batch(strategy: Strategy) -> str:
 
 
 def step_size(strategy: Strategy, note: str = "") -> str:
-    """The same for any strategy, with a note on its micro-batch."""
+    """`batch` for any strategy, with a note on its micro-batch."""
     parts = [f"micro-batch {strategy.micro_batch_size}{note}"]
     if strategy.grad_accum_steps > 1:
         parts.append(f"{strategy.grad_accum_steps} accumulated")
@@ -299,7 +299,7 @@ def host(plan: Plan) -> list[str]:
 
 
 def numerics(plan: Plan) -> str:
-    """A note for the headline of a plan that is lossy although nobody asked for that."""
+    """A note for the headline of a plan that is lossy although no option fixes that."""
     fixed, base = plan.request.constraints, plan.chosen.strategy.base
     if plan.chosen.lossless or (fixed.optimizer, fixed.precision, fixed.lora_base) != (None, None, None):
         return ""

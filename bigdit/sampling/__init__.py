@@ -1,7 +1,6 @@
 """Images and videos from captions or classes: conditions, sampler, grids.
 
-A checkpoint generates, the model that a run starts from, or the one that trains.
-`objectives` integrates a prediction; `train` decides when a run generates.
+The model of a checkpoint, a run's base model, or the model that trains generates them. `objectives` has the samplers.
 """
 
 from bigdit.sampling.conditions import SamplingOptions

@@ -42,11 +42,9 @@ def grid_png(images: Sequence[Pixels], captions: Sequence[str], columns: int = 5
 Video = npt.NDArray[np.uint8]
 """[frames, height, width] gray or [frames, height, width, 3]."""
 
-_LEAST_SIDE = 96  # pixels of a video in a grid
-_GAP = 2
-_MOST_SIDE = 480  # of a small one
+_LEAST_SIDE, _GAP = 96, 2  # pixels, of videos in a grid
+_MOST_SIDE = 480
 _STILLS = 5
-_QUALITY = 90
 
 
 def webp(video: Video, fps: float, *, lossless: bool = True) -> bytes:
@@ -62,7 +60,7 @@ def webp(video: Video, fps: float, *, lossless: bool = True) -> bytes:
         loop=0,
         lossless=lossless,
         exact=lossless,
-        quality=_QUALITY,
+        quality=90,
     )
     return buffer.getvalue()
 
@@ -70,7 +68,8 @@ def webp(video: Video, fps: float, *, lossless: bool = True) -> bytes:
 def moving_grid(videos: Sequence[Video], columns: int = 5) -> Video:
     """Videos of one shape in rows of `columns`, small ones enlarged without smoothing."""
     factor = -(-_LEAST_SIDE // min(videos[0].shape[1:3]))
-    cells = [np.pad(video.repeat(factor, 1).repeat(factor, 2), _border(video), constant_values=255) for video in videos]
+    border = [(0, 0), (_GAP, _GAP), (_GAP, _GAP), (0, 0)][: videos[0].ndim]
+    cells = [np.pad(video.repeat(factor, 1).repeat(factor, 2), border, constant_values=255) for video in videos]
     columns = min(columns, len(cells))
     cells += [np.full_like(cells[0], 255)] * (-len(cells) % columns)
     rows = [np.concatenate(cells[start : start + columns], axis=2) for start in range(0, len(cells), columns)]
@@ -78,19 +77,14 @@ def moving_grid(videos: Sequence[Video], columns: int = 5) -> Video:
 
 
 def small(video: Video) -> Video:
-    """The video at a whole fraction of its size, of at most 480 pixels a side."""
+    """The video, reduced by a whole factor to at most 480 pixels a side."""
     factor = -(-max(video.shape[1:3]) // _MOST_SIDE)
     return np.stack([np.asarray(Image.fromarray(frame).reduce(factor)) for frame in video])
 
 
 def stills_png(videos: Sequence[Video], captions: Sequence[str]) -> bytes:
-    """PNG bytes: for each video a row of up to five of its frames, from the first to the last, under its caption."""
+    """PNG bytes: a row for each video, with its caption and up to five frames from the first to the last."""
     count = min(_STILLS, len(videos[0]))
     places = np.linspace(0, len(videos[0]) - 1, count).round().astype(int)
     titles = [title for caption in captions for title in (caption, *[""] * (count - 1))]
     return grid_png([frame for video in videos for frame in video[places]], titles, count)
-
-
-def _border(video: Video) -> list[tuple[int, int]]:
-    """Around height and width."""
-    return [(0, 0), (_GAP, _GAP), (_GAP, _GAP), (0, 0)][: video.ndim]

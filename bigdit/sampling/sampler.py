@@ -1,7 +1,7 @@
-"""Images or videos from captions or classes by a trained checkpoint, with classifier-free guidance.
+"""Generates images or videos from captions or classes, with classifier-free guidance.
 
-The encoders, the model and the decoder use the device in turn: together they may not fit a GPU that holds each of them.
-Where there is room, the decoder runs between batches, next to the model, so that images come early.
+The encoders, the model and the decoder use the device in turn, because together they may not fit. If memory suffices,
+the decoder runs after each batch, next to the model, so that images come early.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from bigdit.strategy import ModelSpec, Strategy
 from bigdit.units import gib, how_many_of
 
 Shown = Callable[[str, Iterator[torch.Tensor], int], Iterator[torch.Tensor]]
-"""Passes results on, one by one; it is given the name of what makes them, and their number."""
+"""Passes results on one by one, to show progress: (the name of the work, results, their number)."""
 
 _CPU = torch.device("cpu")
 _LESS = "a smaller --size or fewer captions take less"
@@ -53,26 +53,24 @@ _MORE = "a device with more memory is needed"
 
 @dataclass(frozen=True)
 class Base:
-    """The model that a `run` of `spec` starts from: model.init_from."""
+    """The model of `spec` that a `run` starts from: model.init_from."""
 
     run: RunConfig
     spec: ModelSpec
 
 
 class Sampler:
-    """Generates with a checkpoint's model or the one that a run starts from, in the dtype and with the encoders of the
-    run.
+    """Generates with a checkpoint's model or a run's base model, with the run's dtype and encoders.
 
-    `captions`: whether its conditions are captions, and not classes.
+    `captions`: whether its conditions are captions, not classes.
     """
 
     def __init__(
         self, source: Checkpoint | Base, device: torch.device, *, ema: bool = False, posthoc: PostHoc | None = None
     ) -> None:
-        """With `ema` from the EMA of a checkpoint's weights, with `posthoc` from that one. Only the decoder is loaded
-        now, in CPU memory.
+        """`ema`: use the EMA of a checkpoint's weights; `posthoc`: use this one. Loads only the decoder, in CPU memory.
 
-        Raises UserError where it cannot be loaded, or there is no EMA.
+        Raises UserError if it cannot be loaded, or there is no EMA.
         """
         if isinstance(source, Base):
             run, spec, strategy = source.run, source.spec, source.run.strategy
@@ -100,30 +98,29 @@ class Sampler:
         self.buckets, self.fps, self.captions = run.data.buckets, run.data.fps, run.encoders.text is not None
 
     def model(self) -> nn.Module:
-        """The model that generates, newly loaded. Raises UserError where weights cannot be read, or memory runs out."""
-        if isinstance(self._source, Checkpoint) and self._posthoc is None:  # else it has verified all its files
-            verify(self._source)
-        with memory_errors(f"{self._name}: loading it", self._device, _MORE):
-            return self._loaded()
+        """Load a checkpoint's model, or the one of model.init_from, whose new adapters change nothing.
 
-    def _loaded(self) -> nn.Module:
-        """With the weights of a checkpoint, which was verified, or with those of model.init_from alone: adapters that
-        nothing is loaded into change nothing."""
+        Raises UserError if weights cannot be read, or memory runs out.
+        """
         source, strategy, init_from = self._source, self._strategy, self._run.model.init_from
-        swapped = strategy.blocks_to_swap if self._device.type == "cuda" else 0  # on a CPU it would save nothing
-        if init_from is None or (isinstance(source, Checkpoint) and not strategy.frozen):
-            model = models.skeleton(self._spec, dtype=self._dtype)
-        else:
-            model = load_model(self._spec, init_from, dtype=self._dtype)
-        model = models.equip(model, self._family, strategy.forward_only.model_copy(update={"blocks_to_swap": swapped}))
-        if self._posthoc is not None:
-            self._posthoc.load(model)
-        elif isinstance(source, Checkpoint):
-            load_weights(source, model, ema=self._ema)
-        return moved(model, self._device).eval()
+        if isinstance(source, Checkpoint) and self._posthoc is None:  # PostHoc verified all files
+            verify(source)
+        swapped = strategy.blocks_to_swap if self._device.type == "cuda" else 0  # on a CPU it saves nothing
+        strategy = strategy.forward_only.model_copy(update={"blocks_to_swap": swapped})
+        with memory_errors(f"{self._name}: loading it", self._device, _MORE):
+            if init_from is None or (isinstance(source, Checkpoint) and not self._strategy.frozen):
+                model = models.skeleton(self._spec, dtype=self._dtype)
+            else:
+                model = load_model(self._spec, init_from, dtype=self._dtype)
+            model = models.equip(model, self._family, strategy)
+            if self._posthoc is not None:
+                self._posthoc.load(model)
+            elif isinstance(source, Checkpoint):
+                load_weights(source, model, ema=self._ema)
+            return moved(model, self._device).eval()
 
     def _adapt_text(self, encoder: Any) -> None:
-        """Add the adapters of a run's text encoders, where it trains them."""
+        """Add the adapters of a run's text encoders, if it trains them."""
         source, strategy = self._source, self._strategy
         if not strategy.trains_text or not isinstance(source, Checkpoint):
             return
@@ -138,25 +135,18 @@ class Sampler:
         holder.to(self._device)
 
     def check(self, options: SamplingOptions, captions: Mapping[str, Sequence[str]], images: int = 0) -> None:
-        """Raise UserError for captions or classes, by their options, and so many `images` that this model cannot take,
-        before weights are loaded."""
+        """Raise UserError for options, captions or classes by option, and a number of `images` that the model cannot
+        take. Loads no weights."""
         self._check_images(images, sum(map(len, captions.values())))
         if options.sampler is not None:
             objectives.check_sampler(self._objective, options.sampler)
         self._latents(options)
-        if self.captions:
-            return
-        problems: list[str] = []
-        for option, each in captions.items():
-            try:
-                Labels(self._known, self._spec, each, options, ConditionOptions(option))
-            except UserError as error:
-                problems += error.problems
-        if problems:
-            raise UserError(*dict.fromkeys(problems))
+        if not self.captions:
+            labels = [(option, label) for option, each in captions.items() for label in each]
+            Labels(self._known, self._spec, labels, options)
 
     def repeated(self, images: Sequence[Image.Image], count: int) -> list[Image.Image]:
-        """The images for `count` samples of each caption in turn; those for all stay as they are."""
+        """The images for `count` samples of each caption; a single set for all captions stays as it is."""
         each = self._counts[-1]
         sets = [images[at : at + each] for at in range(0, len(images), each)]
         return [*images] if len(sets) == 1 else [image for some in sets for _ in range(count) for image in some]
@@ -168,11 +158,11 @@ class Sampler:
         images: Sequence[Image.Image] = (),
         shown: Shown = lambda what, found, total: found,
     ) -> Iterator[torch.Tensor]:
-        """One image a caption, or a class by its name or number: uint8 [channels, (frames,) height, width].
+        """An image for each caption, or class by its name or number: uint8 [channels, (frames,) height, width].
 
-        Image i depends on caption i and seed + i; for image-to-video and edit models also on image i, where one serves
-        for all. An image comes after its batch; where the decoder does not fit next to the model, after all batches.
-        `shown` sees what is generated, and what is decoded at the end. Raises UserError as `generate` and `decode`.
+        Image i depends on caption i and seed + i; for image-to-video and edit models also on image i, or one set for
+        all. An image comes after its batch, or after all batches if the decoder does not fit next to the model. `shown`
+        passes on what is generated, and what is decoded at the end. Raises UserError as `generate` and `decode`.
         """
         waiting: list[torch.Tensor] = []
         for latents in shown("generate", self.generate(captions, options, images), len(captions)):
@@ -190,8 +180,8 @@ class Sampler:
     ) -> Iterator[torch.Tensor]:
         """The latents [C, (f,) h, w] of each image, in CPU memory; the model is freed after the last one.
 
-        A batch that does not fit is halved. Raises UserError where an encoder, the model or a single image does not
-        fit, for an unknown class, and where images are missing or too many.
+        A batch that does not fit is halved. Raises UserError if an encoder, the model or a single image does not fit,
+        for an unknown class, and for a wrong number of images.
         """
         self.check(options, {ConditionOptions().label: captions}, len(images))
         shape = self._latents(options)
@@ -209,15 +199,15 @@ class Sampler:
                 log.notice(
                     f"note: {options.size}: memory does not suffice for {len(numbers)} at once; continuing with {most}"
                 )
-                give_back(self._device)  # the larger batch left fragments
+                give_back(self._device)  # the larger batch left fragmented memory
                 continue
             yield from latents.cpu()
             start += len(numbers)
 
     @torch.no_grad()
     def decode(self, latents: Iterable[torch.Tensor], options: SamplingOptions) -> Iterator[torch.Tensor]:
-        """Their images, one at a time, since an image takes much more memory than its latents. Raises UserError where
-        one does not fit."""
+        """Decode images one at a time, since each takes much more memory than its latents. Raises UserError if one does
+        not fit."""
         give_back(self._device)
         self._codec.move(self._device)
         for each in latents:
@@ -227,7 +217,7 @@ class Sampler:
 
     @torch.no_grad()
     def _decode_early(self, latents: torch.Tensor, options: SamplingOptions) -> torch.Tensor | None:
-        """The image of these latents, decoded next to the model; None, and a note, where memory does not suffice."""
+        """The image of these latents, decoded next to the model; None, with a note, if memory does not suffice."""
         try:
             self._codec.move(self._device)
             return self._pixels(latents)
@@ -243,7 +233,7 @@ class Sampler:
         return to_bytes(self._codec.decode(latents[None].to(self._device)))[0].cpu()
 
     def _latents(self, options: SamplingOptions) -> Shape:
-        """The shape of an image's latents. Raises UserError where the codec or the model does not support it."""
+        """The shape of an image's latents. Raises UserError if the codec or the model does not support the size."""
         size, side = options.size, self._codec.downsample
         if options.height % side or options.width % side:
             nearest = "x".join(map(str, fitting_bucket(options.bucket, side)))
@@ -272,8 +262,10 @@ class Sampler:
     def _attempt(
         self, model: nn.Module, given: EncodedConditions, numbers: range, shape: Shape, options: SamplingOptions
     ) -> torch.Tensor | None:
-        """Their latents; None where so many do not fit: the error, which holds what was allocated, ends here. Raises
-        UserError where one does not fit."""
+        """Their latents; None if several do not fit. Raises UserError if one does not fit.
+
+        The error of torch, which holds memory, ends here.
+        """
         least, (free, total) = len(numbers) * _least_bytes(shape, options.guidance), room(self._device)
         if len(numbers) > 1:
             try:
@@ -301,7 +293,7 @@ class Sampler:
         return objectives.sample(self._objective, sampler, predict, noise, options.steps, tokens)
 
     def _predict(self, model: nn.Module, given: Given, options: SamplingOptions) -> objectives.Predict:
-        """The prediction in fp32; with guidance, pushed away from that for the negative or empty caption."""
+        """The prediction in fp32, with guidance."""
 
         def conditioned(latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             return self._family.predict(model, latents.to(self._dtype), t, given).float()
@@ -314,9 +306,6 @@ class Sampler:
 
 
 def _least_bytes(shape: Shape, guidance: float) -> int:
-    """The least that an image takes, in fp32: latents, noise and the prediction; with guidance two of latents and
-    prediction.
-
-    A CPU does not refuse memory: the kernel ends the process.
-    """
+    """The fewest bytes that an image takes: latents, noise and prediction in fp32; with guidance two latents and two
+    predictions. On a CPU this must be known before: allocations do not fail there, the kernel kills the process."""
     return (3 if guidance == 1 else 5) * 4 * math.prod(shape)

@@ -1,4 +1,4 @@
-"""The answer to a request: what is cached of it, or a plan that is made."""
+"""The plan for a request, from the cache or made on emulated GPUs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from bigdit.cache import Cache, digest_of, installed
 from bigdit.catalog import FAMILIES, batch_shape
 from bigdit.catalog.names import revision
+from bigdit.config.plan_file import Fewer
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.emulator.launch import compile_caches
 from bigdit.profile.attempt import UNLIMITED, Attempt
@@ -20,7 +21,7 @@ from bigdit.receipt import Receipt
 from bigdit.search.calibration import Calibration, check, own_receipts
 from bigdit.search.plan import DatasetNeed, Estimate, Plan, ResolvedRequest, WholeRun, uncounted
 from bigdit.strategy import BatchShape
-from bigdit.units import gib, how_many
+from bigdit.units import how_many
 
 if TYPE_CHECKING:
     from bigdit.search.planner import Limits, Planner
@@ -28,39 +29,39 @@ if TYPE_CHECKING:
 PLANS = Cache("plans", Plan, "the plan", "the plan is made")
 
 _SOURCES = ("search", "speed", "catalog", "config", *SOURCES)
-"""Whose sources decide a plan."""
+"""A cached plan is valid for these sources."""
 
 Say = Callable[[str], None]
 
 
 def make_plan(request: ResolvedRequest, *, progress: Say | None = None) -> Plan:
-    """The plan for `request`, from the cache where it was made before with the same versions, catalogue and receipts.
+    """The plan for `request`, cached for the same versions, catalogue and receipts.
 
-    `progress` is called with a line for each stage. Raises UserError where the model cannot be planned.
+    `progress` is called with a line for each stage. Raises UserError if the model cannot be planned.
     """
     own, notices = own_receipts(request.gpu, request.receipts)
     known = request.model_dump_json(), installed(), revision(), digest_of(*_SOURCES), cuda_build(cuda_python())
     key = (*known, *(receipt.digest() for receipt in own))
     plan = PLANS.find(key)
     if plan is None:
-        with EmulatedGpus(request.gpu) as gpus:  # its libraries are imported while the search is
+        with EmulatedGpus(request.gpu) as gpus:  # its process imports libraries while this one imports the search
             plan, lasts = made(request, own, gpus, progress or (lambda line: None))
         if lasts:
             PLANS.keep(key, plan)
-    return plan.noted(notices)  # of files that decide nothing: they may be others the next time
+    return plan.noted(notices)  # not cached: they are about files that do not decide the plan
 
 
 def made(request: ResolvedRequest, own: Sequence[Receipt], gpus: EmulatedGpus, say: Say) -> tuple[Plan, bool]:
-    """The plan for `request` by emulated GPUs, and their `own` receipts; and whether it may be cached: what took too
-    long or could not be run may be this minute's, as on a busy machine. `say` is called with a line for each stage.
+    """The plan for `request` from emulated GPUs and `own`, the GPU's receipts; and whether it may be cached.
 
-    Raises UserError where the model has no step.
+    It may not if an attempt timed out or died, perhaps only because the machine was busy. `say` is called with a line
+    for each stage. Raises UserError if the model has no step.
     """
-    from bigdit.search.planner import Planner  # here: it imports numpy, and a plan of the cache does without
+    from bigdit.search.planner import Planner  # late: it imports numpy, which a cached plan does not need
 
     began = time.perf_counter()
     asked = hashlib.sha256(f"{request.model_dump_json()} {gpus.build}".encode()).hexdigest()[:32]
-    kept = Path(compile_caches()["TORCHINDUCTOR_CACHE_DIR"], f"plan-{asked}")  # it goes where the code goes
+    kept = Path(compile_caches()["TORCHINDUCTOR_CACHE_DIR"], f"plan-{asked}")  # it is deleted with the compiled code
     compiled = f", its blocks compiled at each size{'' if kept.exists() else ': minutes the first time'}"
     stages = _Stages(f"planning the training of {request.model.name}{compiled * request.constraints.compile}", say)
     gpus.done = stages.count
@@ -69,7 +70,7 @@ def made(request: ResolvedRequest, own: Sequence[Receipt], gpus: EmulatedGpus, s
     calibration = Calibration(checked, routed=FAMILIES[request.model.spec.class_name].routed)
     plan = _plan(Planner(request, gpus, calibration), stages)
     if request.constraints.compile:
-        with suppress(OSError):  # or the next plan says so again
+        with suppress(OSError):  # without it, the next plan announces minutes again
             kept.touch()
     unanswered = [f"not run on an emulated GPU: {why}" for why in gpus.unanswered]
     seconds = round(time.perf_counter() - began, 3)
@@ -77,7 +78,7 @@ def made(request: ResolvedRequest, own: Sequence[Receipt], gpus: EmulatedGpus, s
 
 
 class _Stages:
-    """The progress of a plan: a stage when it begins, and what was counted since, in parentheses."""
+    """The progress of a plan: its stage, and in parentheses the number of attempts so far."""
 
     def __init__(self, what: str, say: Say) -> None:
         self._what, self._say, self._stage, self._found = what, say, "", ""
@@ -140,12 +141,13 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         ran=every(planner, chosen, rows, ran),
         same_kernels=same_kernels(planner),
         smaller=smaller(planner, chosen),
+        without_machine=(fewer := _without_machine(planner, chosen)),
         fixes=() if fits else fixes(planner, chosen),
         dataset=_dataset(planner, batch),
         run=_run(request, chosen),
         waterfall=steps,
         calibration=planner.calibration.source(chosen.strategy),
-        notices=(*assumed, *uncounted(request.samples), *profile.notices, *notices, *_without_one(planner, chosen)),
+        notices=(*assumed, *uncounted(request.samples), *profile.notices, *notices, *([str(fewer)] if fewer else [])),
         versions=profile.versions | {"torch": planner.gpus.build.split()[0]},
         emulated=planner.gpus.build,
         catalogue=revision(),
@@ -153,23 +155,19 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
     )
 
 
-def _without_one(planner: Planner, chosen: Estimate) -> list[str]:
-    """A line for the same run without one of its machines, where there are several and it fits all."""
-    left = chosen.strategy.world_size - planner.request.cluster.gpus_per_node
-    strategy = chosen.strategy.model_copy(update=chosen.strategy.over(left))
+def _without_machine(planner: Planner, chosen: Estimate) -> Fewer | None:
+    """The run without one of its machines, where there are several and it fits."""
+    left, size = chosen.strategy.world_size - planner.request.cluster.gpus_per_node, chosen.strategy.global_batch_size
+    over = chosen.strategy.over(left)
+    strategy = chosen.strategy.model_copy(update=over)
     if left < 1 or left % strategy.cp or left % max(strategy.dp_replicate, 1) or chosen.verdict == "DOES NOT FIT":
-        return []
+        return None
     found = planner.unlimited([strategy])[0]
     if not isinstance(found, Attempt):
-        return []
+        return None
     needs = planner.reserving(found.peak_reserved_bytes, planner.non_torch(strategy))
-    repeated = f" with {how_many(strategy.repeated_samples, 'repeated sample')}" if strategy.repeated_samples else ""
-    return [
-        f"without one machine, the same command goes on with {left} GPUs and the same global batch of "
-        f"{strategy.global_batch_size:,}: micro-batch {strategy.micro_batch_size} in "
-        f"{how_many(strategy.grad_accum_steps, 'pass')}{repeated}; {needs['verdict']}, up to "
-        f"{gib(needs['process'].high_bytes)}"
-    ]
+    taken = needs["process"].low_bytes, needs["process"].high_bytes
+    return Fewer(**over, global_batch_size=size, verdict=needs["verdict"], process_bytes=taken)
 
 
 def _dataset(planner: Planner, batch: BatchShape) -> DatasetNeed | None:

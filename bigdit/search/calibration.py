@@ -1,4 +1,4 @@
-"""Receipts of a GPU: where they lie, and what they say about predictions for it; without any, what is assumed."""
+"""Calibration of plans by receipts of the same GPU; and what is assumed without receipts."""
 
 from __future__ import annotations
 
@@ -24,36 +24,34 @@ from bigdit.speed.seconds import Cluster, StepRatio, StepTime
 from bigdit.strategy import Strategy, Strict
 
 NEWEST = 8
-"""So many receipts of a GPU are used: each is run again on an emulated GPU, which takes a second where it is new."""
+"""Most receipts of a GPU that are used: each runs on an emulated GPU, which takes a second if it is not cached."""
 
 UNPROVED = Margin(share=0.003, source="emulated GPUs have been this far below real ones, at most")
-"""Where no receipt of the GPU says more. Emulated GPUs are below an A100 by 0.02 % at most in seventeen configurations
-of cogvideox-factory's own scripts (benchmarks/peers.md, which tells of an eighteenth, whose blocks addresses decide in
-torch's default allocator). Of bigdit's own steps, with expandable segments, a real H100 reserved what the emulated one
-did to the byte, but for a mixture of experts (benchmarks/gpu_matrix.md).
+"""The margin without receipts of the GPU. Emulated GPUs were at most 0.02 % below an A100 in seventeen configurations
+of cogvideox-factory's own scripts. In an eighteenth, addresses decide which blocks torch's default allocator reuses
+(benchmarks/peers.md). For bigdit's own steps, with expandable segments, a real H100 reserved the same bytes as the
+emulated one, except for a mixture of experts (benchmarks/gpu_matrix.md).
 
-cuDNN's workspaces that an emulated GPU does not know are not in it: torch takes the next algorithm where one of them is
-too much for the GPU. Source: try_configs in aten/src/ATen/native/cudnn/Conv_v8.cpp, torch 2.13, which catches
-OutOfMemoryError.
+cuDNN workspaces that an emulated GPU does not know are not in the margin: if one does not fit the GPU, torch takes the
+next algorithm. Source: try_configs in aten/src/ATen/native/cudnn/Conv_v8.cpp, torch 2.13, catches OutOfMemoryError.
 """
 
 UNPROVED_ROUTED = Margin(
-    share=0.029, source="a real H100 took so much more than an emulated one where values choose the experts"
+    share=0.029, source="a real H100 took this much more than an emulated one for a mixture of experts"
 )
-"""The same of a mixture of experts: nothing without values knows how many tokens each expert has. HiDream-I1 of two
-blocks allocated 2.9 % more on an H100 than on an emulated one, and reserved 1.0 % more (benchmarks/gpu_matrix.md)."""
+"""The same for a mixture of experts: without values, the tokens of each expert are not known. HiDream-I1 of two blocks
+allocated 2.9 % more on an H100 than on an emulated one, and reserved 1.0 % more (benchmarks/gpu_matrix.md)."""
 
 
 def folders(asked: Path | None = None) -> list[Path]:
-    """Where receipts are looked for: a folder that was `asked` for, or the repository's own, where bigdit runs from
-    one, and the user's."""
+    """Folders with receipts: the `asked` one; else the user's, and the repository's if bigdit runs in it."""
     if asked is not None:
         return [asked]
     return [*([ROOT / "benchmarks" / "receipts"] if in_checkout() else []), receipt.folder()]
 
 
 def read(places: Iterable[Path]) -> tuple[list[Receipt], list[str]]:
-    """All receipts of these folders, oldest first, and a line for each file that is none."""
+    """All receipts of these folders, oldest first, and a line for each file that is no receipt."""
     found, notices = [], []
     for path in sorted({path for place in places for path in place.glob("*.json")}):
         try:
@@ -64,30 +62,29 @@ def read(places: Iterable[Path]) -> tuple[list[Receipt], list[str]]:
         except ValidationError as error:
             first = error.errors()[0]
             at = ".".join(str(part) for part in first["loc"]) or "the file"
-            notices.append(f"{path} is no receipt and was passed over: {at}: {first['msg']}")
+            notices.append(f"{path} is no receipt and was ignored: {at}: {first['msg']}")
         except ValueError as error:
-            notices.append(f"{path} is no receipt and was passed over: it is {error}")
+            notices.append(f"{path} is no receipt and was ignored: it is {error}")
         except OSError as error:
-            notices.append(f"{path} cannot be read and was passed over: {error.strerror or error}")
+            notices.append(f"{path} cannot be read and was ignored: {error.strerror or error}")
     return sorted(found, key=lambda each: each.written), notices
 
 
 def of_gpu(receipts: Iterable[Receipt], asked: Gpu, *, emulated: bool = False) -> list[Receipt]:
-    """The newest receipts of this GPU, or of emulated ones of its kind, whose steps all had one shape."""
+    """The newest receipts of this GPU, or of emulated ones of its kind, with one bucket."""
     alike = [each for each in receipts if each.emulated == emulated and each.buckets == 1]
     return [each for each in alike if _is(each.device, asked)][-NEWEST:]
 
 
 def left_out(receipts: Iterable[Receipt], asked: Gpu) -> list[str]:
-    """A line where receipts are of emulated GPUs of this kind, from which plans learn nothing."""
+    """A line if there are receipts of emulated GPUs of this kind, which plans ignore."""
     if (count := sum(each.emulated and _is(each.device, asked) for each in receipts)) == 0:
         return []
     return [f"{count} receipt{'s' * (count > 1)} left out, made on emulated GPUs: plans learn from real ones alone"]
 
 
 def own_receipts(asked: Gpu, folder: Path | None) -> tuple[list[Receipt], list[str]]:
-    """The receipts of the GPU in the folder, or where they usually are; and lines for files that are none and for
-    emulated GPUs."""
+    """The receipts of the GPU in the folder, or in the usual folders; and lines for what was ignored."""
     found, notices = read(folders(folder))
     return of_gpu(found, asked), [*notices, *left_out(found, asked)]
 
@@ -101,8 +98,7 @@ def _is(device: str, asked: Gpu) -> bool:
 
 @dataclass(frozen=True)
 class Checked:
-    """A receipt and what is predicted for it: seconds of a step, and the reserved peak in bytes, with the allocator
-    as it was set in that run."""
+    """A receipt and its prediction: the seconds of a step, and the reserved peak with that run's allocator setting."""
 
     receipt: Receipt
     step: StepTime
@@ -110,8 +106,8 @@ class Checked:
 
 
 class Learnt(Strict):
-    """What plans of a GPU take from its receipts: how far off the reserved peak may be, and for each kind of strategy
-    what its seconds are multiplied by. None and empty where nothing was measured."""
+    """What plans of a GPU learn from its receipts: the margin of reserved bytes, and for each kind of strategy a factor
+    of its seconds. None and empty without measurements."""
 
     gpu: str
     receipts: PositiveInt
@@ -121,26 +117,25 @@ class Learnt(Strict):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Receipts of the GPU and their predictions; and whether the model's tokens are `routed` to experts."""
+    """Receipts of the GPU with their predictions. `routed`: the model is a mixture of experts."""
 
     checked: Sequence[Checked] = ()
     routed: bool = False
 
     @property
     def margin(self) -> Margin:
-        """How far off the reserved peak may be."""
+        """The margin of the reserved peak, measured or assumed."""
         known = self.measured_margin or UNPROVED
-        # receipts of other models say nothing of experts
+        # Receipts of other models say nothing about experts.
         return max(known, UNPROVED_ROUTED, key=lambda margin: margin.share) if self.routed else known
 
     @property
     def measured_margin(self) -> Margin | None:
-        """How far off the reserved peak may be; None without measurements.
+        """The margin of the reserved peak by receipts; None without measurements.
 
-        The largest error that n receipts show is exceeded by the next with probability 1 / (n + 1); (n + 1) / n of it
-        is what the largest error is where errors are spread evenly up to it (the estimator of a uniform distribution's
-        bound that has no bias). What is assumed without any counts as one of them, as it does in StepRatio: a single
-        one that is met to the byte proves little.
+        The next receipt exceeds the largest of n errors with probability 1 / (n + 1). (n + 1) / n times the largest
+        error is the unbiased estimator of a uniform distribution's bound. The assumed margin counts as one more
+        receipt, as in StepRatio: one receipt without error proves little.
         """
         measured = [(each.receipt.measured_peak_reserved_bytes, each.peak_reserved_bytes) for each in self._real]
         errors = [abs(found / predicted - 1) for found, predicted in measured if found is not None]
@@ -153,9 +148,10 @@ class Calibration:
         return Margin(share=share, source=f"{found}, and {assumed}")
 
     def ratio(self, strategy: Strategy) -> StepRatio | None:
-        """What the receipts of strategies like this one say about its time; None where there are none.
+        """The ratio of measured to predicted seconds in receipts of similar strategies; None without such receipts.
 
-        Like: on one GPU or on several, with the optimizer on the GPU or in CPU memory, since different links decide.
+        Similar: also on one GPU, or on several; also with the optimizer on the GPU, or in CPU memory. Other links limit
+        the others.
         """
         alike = [each for each in self._real if _kind(each.receipt.strategy) == _kind(strategy)]
         timed = [(each.receipt.seconds_per_step, each.step.seconds.middle) for each in alike]
@@ -171,13 +167,13 @@ class Calibration:
         return StepRatio(ratio=median, spread=spread, count=count, source=source)
 
     def source(self, strategy: Strategy) -> str:
-        """Where the seconds come from, in a sentence."""
+        """The source of the seconds, in a sentence."""
         if found := self.ratio(strategy):
             return found.source
         return "a roofline with published efficiencies, not calibrated by a receipt of this GPU"
 
     def learnt(self, gpu: Gpu) -> Learnt:
-        """All that these receipts say to plans of `gpu`, kind by kind of strategy."""
+        """All that these receipts say about `gpu`, by kind of strategy."""
         kinds = {_kind(each.receipt.strategy): each.receipt.strategy for each in self.checked}
         speeds = {kind: self.ratio(strategy) for kind, strategy in sorted(kinds.items())}
         return Learnt(
@@ -189,15 +185,12 @@ class Calibration:
 
     @property
     def _real(self) -> list[Checked]:
-        """Without those of emulated GPUs: how far real ones are from these is what is asked, and no kernel ran."""
+        """Receipts of real GPUs: only they show the error of emulated ones."""
         return [each for each in self.checked if not each.receipt.emulated]
 
 
 def check(receipts: Iterable[Receipt], gpu: Gpu, gpus: EmulatedGpus) -> tuple[list[Checked], list[str]]:
-    """Run what each receipt was asked for on emulated GPUs, and predict it; a line for each that cannot be.
-
-    A receipt of torch's default allocator has another reserved peak, which is run with it.
-    """
+    """Run the step of each receipt on emulated GPUs, with its allocator setting. Also a line for each failure."""
     checked, notices = [], []
     for each in receipts:
         problem = f"the receipt of {each.model.name}, {each.written}, is left out"
@@ -209,7 +202,7 @@ def check(receipts: Iterable[Receipt], gpu: Gpu, gpus: EmulatedGpus) -> tuple[li
 
 
 def _checked(each: Receipt, gpu: Gpu, gpus: EmulatedGpus) -> Checked:
-    from bigdit.speed.step import step_time  # here: it imports numpy, and a plan of the cache does without
+    from bigdit.speed.step import step_time  # late: it imports numpy, which a cached plan does not need
     from bigdit.speed.work import work_of
 
     request = StepRequest(model=each.model, batch=each.batch, strategy=each.strategy, objective=each.objective)
@@ -218,8 +211,8 @@ def _checked(each: Receipt, gpu: Gpu, gpus: EmulatedGpus) -> Checked:
     step = step_time(work_of(attempt.work, each.strategy), each.strategy, gpu, cluster)
     if each.expandable_segments:
         return Checked(each, step, attempt.peak_reserved_bytes)
-    with EmulatedGpus(gpu, 1, expandable_segments=False) as others:
-        return Checked(each, step, others.attempt(request).peak_reserved_bytes)
+    with EmulatedGpus(gpu, 1, expandable_segments=False) as default:
+        return Checked(each, step, default.attempt(request).peak_reserved_bytes)
 
 
 def _kind(strategy: Strategy) -> str:

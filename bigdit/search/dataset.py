@@ -1,4 +1,4 @@
-"""What a data set takes: its latent and embedding cache, the time of extraction, the memory of its encoders."""
+"""The cost of a data set: its latent and embedding cache, the time of extraction, the memory of its encoders."""
 
 from __future__ import annotations
 
@@ -24,41 +24,40 @@ from bigdit.strategy import BatchShape, Precision, Strategy
 from bigdit.units import gib, on_disk
 
 STORED_BYTES = 2
-"""Latents of a VAE (the mode of its distribution, without its deviation) and hidden states are stored in bf16, as
-encoders/vae.py and extract/worker.py say."""
+"""Bytes of bf16, in which encoders/vae.py and extract/worker.py store hidden states and the latents of a VAE (the mode
+of its distribution, without the deviation)."""
 
 ROW_BYTES = 72
 """A row and one caption in the tables of a part: four int64 and five, as in store/part.py."""
 STREAM_BYTES = 24
 """Each further text of a caption: three int64."""
 FRAMED_BYTES = 8
-"""More of a row whose first frame is kept: an int64."""
+"""Added to a row with a first frame: an int64."""
 LABELLED_ROW_BYTES = 40
 """A row and its class, an int64, of images without captions."""
 
 CAPTION_TOKENS = Interval(low=49, high=168)
-"""Mean length of a caption. Low: what a LLaVA writes in two or three sentences, 49.4 tokens over 1.3 billion images
-(Recap-DataComp-1B, arXiv:2406.08478); alternative texts of the web are shorter, 19 tokens in LAION's
-high-resolution set. High: detailed captions as T5 reads them. frutiemax/vintage-artworks-60k-captioned-pixart holds
-59 726 samples in 91 791 685 497 bytes, fp16 states of a caption, and latents of 4 × 64 × 64 and 4 × 128 × 128:
-which leaves 167.6 × 4096 states for each.
+"""Mean tokens of a caption. Low: LLaVA writes 49.4 tokens, two or three sentences, over 1.3 billion images
+(Recap-DataComp-1B, arXiv:2406.08478). Alternative texts of the web are shorter: 19 tokens in LAION's high-resolution
+set. High: detailed captions in T5's tokens. frutiemax/vintage-artworks-60k-captioned-pixart has 59 726 samples in
+91 791 685 497 bytes, all in fp16. Without latents of 4 × 64 × 64 and 4 × 128 × 128, each has 167.6 × 4096 states.
 """
 
 PARTS_HELD = 3
-"""Parts that a worker of extraction has in memory: one that it encodes, and those that wait in store/part.py."""
+"""Parts in memory of an extraction worker: the one that it encodes, and those that wait in store/part.py."""
 
 ENCODED_AT_ONCE = 16
-"""Images in one pass of the encoders, as in extract/worker.py; of videos, one."""
+"""Images in one pass of the encoders, as in extract/worker.py. Videos go one by one."""
 
 
 Encoding = Mapping[int, Attempt]
-"""Attempts of the encoders alone, by the samples that go through them at once."""
+"""Attempts of the encoders alone, by samples at once."""
 
 
 def encoding_requests(request: ResolvedRequest, most: int | None = None) -> dict[int, StepRequest]:
-    """Extraction's encoders alone, with one sample and with `most` at once: as many as extraction takes, if left out.
+    """Requests for extraction's encoders, with one sample and with `most` at once (default: as many as in extraction).
 
-    Empty where the catalogue does not have them.
+    Empty if the catalogue does not know the encoders.
     """
     model = request.model
     try:
@@ -75,9 +74,9 @@ def encoding_requests(request: ResolvedRequest, most: int | None = None) -> dict
 
 
 def dataset_need(request: ResolvedRequest, batch: BatchShape, encoding: Encoding) -> DatasetNeed | None:
-    """What the images of `request`, samples of `batch`, take; None where it names none.
+    """The cost of the request's images, each a sample of `batch`; None without a number of images.
 
-    `encoding`: the answers to `encoding_requests`; empty where there are none.
+    `encoding` answers `encoding_requests`; empty if there are none.
     """
     if request.images is None:
         return None
@@ -112,13 +111,13 @@ def dataset_need(request: ResolvedRequest, batch: BatchShape, encoding: Encoding
 
 
 def _image_seconds(request: ResolvedRequest, samples: int, encoding: Attempt) -> Interval:
-    """Seconds of one GPU for the encoders, by image, where so many go through them at once."""
+    """Seconds per image of the encoders on one GPU, with so many samples at once."""
     work = Work(micro=load_of(encoding.work, (IMAGES, TEXTS), "encode"), last=NOTHING, step=NOTHING)
     return step_time(work, Strategy(micro_batch_size=samples), request.gpu, Cluster()).seconds * (1 / samples)
 
 
 class _Text(NamedTuple):
-    """A text of a caption, of no name, or a further one by its name, with so many `tokens` stored at the mean."""
+    """A text of a caption, or a further one with a `name`: `most` tokens of `dim`; `tokens` are stored on average."""
 
     name: str
     most: int
@@ -127,17 +126,17 @@ class _Text(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """Bytes of a sample's, padded."""
+        """Bytes per sample, padded."""
         return self.most * self.dim * STORED_BYTES
 
     @property
     def stored(self) -> Interval:
-        """Bytes of a sample's as they are stored."""
+        """Bytes per sample, as stored."""
         return self.tokens * (self.dim * STORED_BYTES)
 
     @property
     def kept(self) -> bool:
-        """Whether padding is stored with it."""
+        """Whether its padding is stored."""
         return self.tokens.low == self.most
 
     def __str__(self) -> str:
@@ -145,7 +144,7 @@ class _Text(NamedTuple):
 
 
 def _texts(model: CatalogModel, batch: BatchShape) -> list[_Text]:
-    """Of a caption, with what the model's pipeline keeps of their padding."""
+    """The texts of a caption, as the model's pipeline pads them."""
     if batch.text is None:
         return []
     recipe = RECIPES.get(model.text_pipeline or "")
@@ -162,8 +161,8 @@ def _texts(model: CatalogModel, batch: BatchShape) -> list[_Text]:
 
 
 def _first_frame_bytes(model: CatalogModel, batch: BatchShape) -> int:
-    """Of a sample's first frame: as many latents as the video has, and embeddings where the model is fed them. Of its
-    masked image: its latents and mask."""
+    """Bytes of a sample's first frame (latents of a whole video, and embeddings if the model takes them); or of its
+    masked image (latents and mask)."""
     if fills(model.spec):
         return fill_channels(batch.latents[0], model.vae.downsample) * math.prod(batch.latents[1:]) * STORED_BYTES
     if not batch.first_frame and not takes_first_frame(model.spec):
@@ -174,7 +173,7 @@ def _first_frame_bytes(model: CatalogModel, batch: BatchShape) -> int:
 
 
 def _reference_bytes(model: CatalogModel, batch: BatchShape) -> int:
-    """Of an image that a sample edits: its latents, and its states in the text and in that of the dropped caption."""
+    """Bytes of an image that a sample edits: latents, and states in the text and in the dropped caption's text."""
     _, dim = batch.text or (0, 0)
     seen = 0 if model.text is None else model.text.reference_tokens
     return (math.prod(batch.reference or batch.latents) + 2 * seen * dim) * STORED_BYTES
@@ -231,7 +230,7 @@ def _extraction_notes(model: CatalogModel, batch: BatchShape, *, known: bool) ->
 
 
 def _room_notes(need: EncodersNeed, request: ResolvedRequest) -> list[str]:
-    """What is to be known of encoders that do not fit the GPU together."""
+    """A line where the encoders do not fit the GPU together."""
     way = need.way(request.gpu)
     if way == "together":
         return []
@@ -250,23 +249,23 @@ def _room_notes(need: EncodersNeed, request: ResolvedRequest) -> list[str]:
 Way = Literal["together", "in turns"]
 
 KEPT_FREE = 0.1
-"""Of the GPU: for the pieces between allocations."""
+"""Share of the GPU that is kept free for fragmentation."""
 
 
 class EncoderBytes(NamedTuple):
-    """Encoders of images, or of texts: bytes of their weights, of what one sample takes, and each further one."""
+    """Bytes of image or text encoders: of their weights, for one sample, and for each further one."""
 
     weights: float
     first: float
     further: float
 
     def taken(self, samples: int) -> float:
-        """With so many samples at once."""
+        """Bytes with so many samples at once."""
         return self.weights + self.first + self.further * (samples - 1)
 
 
 class EncodersNeed(NamedTuple):
-    """Both sides. `frames` of a sample: 1, or those of a video."""
+    """Bytes of image and text encoders. A sample has `frames`: 1, or those of a video."""
 
     images: EncoderBytes
     texts: EncoderBytes
@@ -280,7 +279,7 @@ class EncodersNeed(NamedTuple):
         return max(images + self.texts.weights, texts + self.images.weights)
 
     def way(self, gpu: Gpu, processes: int = 1) -> Way | None:
-        """How each of `processes` on a GPU encodes one sample at a time; None: it has no room."""
+        """How each of `processes` on a GPU encodes one sample at a time; None if it does not fit."""
         if self.taken("in turns", 1) > room(gpu, processes):
             return None
         alone = not self.texts.weights
@@ -288,12 +287,12 @@ class EncodersNeed(NamedTuple):
 
     @property
     def waiting(self) -> float:
-        """Bytes of weights that wait in CPU memory, at most, where they take turns."""
+        """Most bytes of weights that wait in CPU memory while encoders take turns."""
         return max(self.images.weights, self.texts.weights)
 
     @property
     def larger(self) -> tuple[str, float]:
-        """The side that takes more with one sample, by name, and its bytes."""
+        """The encoders that take more with one sample, and their bytes."""
         sides = {"text encoders": self.texts.taken(1), "VAE": self.images.taken(1)}
         return max(sides.items(), key=lambda side: side[1])
 
@@ -305,8 +304,8 @@ def room(gpu: Gpu, processes: int = 1, kept_free: float = 0.0) -> float:
 
 
 def encoders_need(encoding: Encoding, text_bytes: int | None = None, frames: int = 1) -> EncodersNeed:
-    """What attempts with one sample, and with more, say. `text_bytes`: of the text encoders' weights as they are
-    loaded, where they are known to be more: a folder's may have parts that encode no text."""
+    """The bytes of encoders from attempts with one sample and with more. `text_bytes`: weights of the text encoders as
+    loaded, used if larger, since a folder may also hold parts that encode no text."""
     few, many = min(encoding), max(encoding)
 
     def side(phase: str) -> EncoderBytes:

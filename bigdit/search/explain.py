@@ -1,4 +1,7 @@
-"""What each change from the copied setting to the recommended one leaves of the GPU's bytes: each of them runs."""
+"""The waterfall: each change from the usual setting to the recommended one, and what it saves; and what would fit.
+
+All of it runs on emulated GPUs.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,14 @@ from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, EmaSpec, LoraSpec, Optimiz
 from bigdit.units import gib
 
 WORTH_SAYING = 0.005
-"""Of the bytes before: smaller effects are called nothing."""
-
+"""Effects below this share of the bytes before are reported as nothing."""
 
 Bar = tuple[Mapping[str, int], int]
 """Allocated bytes by phase, and what torch reserved."""
 
 
 def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[WaterfallStep, ...], tuple[str, ...]]:
-    """The bars from the naive setting to `chosen`, without those that could not be run, and a line for each such."""
+    """The bars from the naive setting to `chosen`, and a line for each that could not run."""
     shown, notices, before = list[WaterfallStep](), list[str](), None
     *ways, last = changes(planner.request, chosen, planner.options[chosen.option].count)
     for change, attempt in zip(ways, planner.unlimited(each.strategy for each in ways), strict=True):
@@ -46,7 +48,7 @@ def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[WaterfallStep, 
 
 
 def effect(change: Change, before: Bar | None, bar: Bar) -> str:
-    """Why the bar is as long as it is: `VAE and text encoders leave the GPU: 8.55 GiB less`."""
+    """The effect of a change: `VAE and text encoders leave the GPU: 8.55 GiB less`."""
     peaks, reserved = bar
     phase = max(peaks, key=peaks.__getitem__)
     if before is None:
@@ -72,7 +74,7 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 class Change(NamedTuple):
-    """A strategy, what is new in it, and why that takes less (or more)."""
+    """A strategy, what changed in it, and why that takes less (or more)."""
 
     title: str
     why: str
@@ -80,8 +82,8 @@ class Change(NamedTuple):
 
 
 def naive(request: ResolvedRequest, target: Strategy) -> Strategy:
-    """What is copied: the engine of `target` with AdamW in fp32 by torch's loop over lists of tensors, encoders and
-    EMA on the GPU, nothing recomputed or offloaded, DeepSpeed's own buckets.
+    """The usual setting that people copy: the engine of `target` with AdamW in fp32 (torch's foreach), encoders and EMA
+    on the GPU, nothing recomputed or offloaded, DeepSpeed's own buckets.
 
     Its micro-batch is the fixed one, or a GPU's whole share of the global batch, or one.
     """
@@ -104,8 +106,7 @@ def naive(request: ResolvedRequest, target: Strategy) -> Strategy:
 
 
 def changes(request: ResolvedRequest, chosen: Estimate, count: int) -> list[Change]:
-    """The naive setting and every change that leads from it to `chosen`, of a model of `count` blocks; the last
-    strategy is that of `chosen`."""
+    """The naive setting and each change from it to `chosen`, which is last; the model has `count` blocks."""
     target = chosen.strategy
     start = naive(request, target)
     precision = "bf16" if start.precision == "bf16_sr" else start.precision
@@ -122,7 +123,7 @@ def changes(request: ResolvedRequest, chosen: Estimate, count: int) -> list[Chan
 
 
 def _updates(target: Strategy) -> list[tuple[str, str, dict[str, Any]]]:
-    """Changes in their order, with those that change nothing here among them."""
+    """All changes in order, also those that change nothing for this target."""
     masters: Precision = "bf16" if target.precision == "bf16_sr" else target.precision
     theirs = (target.ds_config or {}).get("zero_optimization", {})
     bucket = theirs.get(BUCKETS[0], DEEPSPEED_BUCKET)
@@ -157,8 +158,8 @@ def _updates(target: Strategy) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def _sizes(first: int, chosen: Estimate, count: int) -> list[Change]:
-    """Recomputation, with what is swapped of it, and the micro-batch; what takes less comes last where the other takes
-    more, but for swapped blocks, without which the predicted option is none."""
+    """Recomputation, with block swap, and the micro-batch. A larger micro-batch comes first, so that the last change
+    saves memory; except with block swap, which needs the recomputation."""
     last, accum = chosen.micro_batch_size, chosen.strategy.grad_accum_steps
     kept = ", but for matrix products and attention" if chosen.strategy.checkpointing == "selective" else ""
     recomputed = (f"{chosen.blocks} of {count} blocks recomputed{kept}", "their activations are not kept")
@@ -182,7 +183,7 @@ def _sizes(first: int, chosen: Estimate, count: int) -> list[Change]:
 
 
 def _document(target: Strategy, *, own_buckets: bool = False) -> dict[str, Any] | None:
-    """DeepSpeed's document of `target` without offload; None where the engine is another."""
+    """DeepSpeed's document of `target` without offload; None for other engines."""
     if target.ds_config is None:
         return None
     zero = {key: value for key, value in target.ds_config["zero_optimization"].items() if key not in OFFLOADS}
@@ -192,17 +193,19 @@ def _document(target: Strategy, *, own_buckets: bool = False) -> dict[str, Any] 
 
 
 MORE_GPUS = (2, 4, 8)
-"""As many times the GPUs that were asked for."""
+"""Multiples of the requested GPUs to try."""
 
 ADAPTER_RANK = 16
 
 MOST_RUN = 6
-"""Of each way out: each that does not fit moves the prediction of the next."""
+"""Most runs for each fix: each that does not fit corrects the prediction of the next."""
 
 
 def fixes(planner: Planner, nearest: Estimate) -> tuple[Estimate, ...]:
-    """What fits, one for each way out: without what was fixed, more GPUs, adapters, more CPU memory, a larger GPU.
-    `nearest` is what comes nearest of what was asked for, recorded. All of them run."""
+    """Estimates that fit, one for each fix: fewer constraints, more GPUs, adapters, more CPU memory, a larger GPU.
+
+    `nearest` is the recorded estimate that comes nearest to fitting the request.
+    """
     request = planner.request
 
     def first(ways: Iterable[tuple[str, ResolvedRequest]]) -> list[Estimate]:
@@ -229,7 +232,7 @@ def _unconstrained(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequ
 
 
 def _more_gpus(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequest]]:
-    """FSDP2 with AdamW, or the optimizer that is fixed, on the fewest GPUs."""
+    """FSDP2 with AdamW or the fixed optimizer, on the fewest GPUs first."""
     optimizer = request.constraints.optimizer or "adamw"
     optimizer = "adamw_8bit_ao" if optimizer in BITSANDBYTES else optimizer
     fixed = request.constraints.model_copy(update={"engine": "fsdp2", "optimizer": optimizer})
@@ -248,7 +251,7 @@ def _adapters(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequest]]
 
 
 def _best(planner: Planner) -> Estimate | None:
-    """The preferred one that fits, a last resort where nothing else does."""
+    """The preferred estimate that fits, of the earliest last resort with one."""
     proposed, _ = proposals(planner.request)
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
@@ -265,7 +268,7 @@ def _best(planner: Planner) -> Estimate | None:
 
 
 def _more_host(request: ResolvedRequest, nearest: Estimate) -> list[Estimate]:
-    """`nearest` as it stands, where it is CPU memory alone that is too small."""
+    """`nearest` unchanged, where only CPU memory is too small."""
     if nearest.headroom_bytes < 0 or not request.short_of_host(nearest.host_bytes):
         return []
     return [nearest.model_copy(update={"verdict": "FITS", "reason": _host(request, nearest)})]
@@ -276,8 +279,7 @@ def _host(request: ResolvedRequest, nearest: Estimate) -> str:
 
 
 def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:
-    """The smallest GPU of the catalogue on which `nearest` runs as it stands, in a machine of as much memory as that
-    takes."""
+    """`nearest` unchanged on the smallest GPU of the catalogue on which it runs, in a machine with enough memory."""
     request, needed, strategy = planner.request, nearest.process.high_bytes, nearest.strategy
     if needed <= request.gpu.usable_bytes:
         return []

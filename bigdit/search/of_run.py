@@ -1,4 +1,4 @@
-"""From a run's YAML to the requests that plans of its stages answer: what it says is fixed, all else is asked."""
+"""Turns a run.yaml into requests for plans, one for each stage. What the run says is fixed; the rest is searched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bigdit.search.request import OPTIONS, option
 from bigdit.search.resolve import resolve_request
 from bigdit.strategy import Strategy
 
-# Keys of a strategy that a plan takes from the run, and constants that no plan depends on.
+# Keys of a strategy that a plan takes from the run, or does not depend on.
 _TAKEN = (
     *("engine", "world_size", "cp", "micro_batch_size", "grad_accum_steps", "precision", "checkpointed_blocks"),
     *("features", "ema", "lora", "controlnet", "float8", "cpu_offload", "ds_config", "gradient_clipping"),
@@ -33,8 +33,8 @@ Document = dict[str, Any]
 
 
 def requests_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any]) -> list[ResolvedRequest]:
-    """A request for each stage of the run that `path` describes; of one without stages, one. `asked`: what the YAML
-    does not say, as `resolve_request` takes it. Raises UserError with all problems."""
+    """A request for each stage of the run in `path`; one if it has no stages. `asked` adds what the YAML does not say,
+    as arguments of `resolve_request`. Raises UserError with all problems."""
     documents, stages = read_stages(path, overrides)
 
     def one(number: int) -> ResolvedRequest:
@@ -52,21 +52,19 @@ def requests_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any]) 
 
 
 def overruled(path: Path, overrides: Sequence[str]) -> list[str]:
-    """What a run says of memory or speed that its plan chooses by itself, as lines: one a key, whichever stage says
-    it."""
+    """A line for each key of the run that changes memory or speed, and that its plan chooses instead."""
     documents, _ = read_stages(path, overrides)
     lines = set()
     for document in documents:
         strategy = parse_run(_for_plan(document)).strategy
         for key, found, _ in differences(strategy.model_dump(mode="json"), Strategy().model_dump(mode="json")):
             if found is not None and not any(f"{key}.".startswith(f"{taken}.") for taken in _TAKEN):
-                lines.add(f"strategy.{key} is {written(found)}, which plans do not fix: this one chooses by itself")
+                lines.add(f"strategy.{key} is {written(found)}, and the plan chooses its own value")
     return [f"{path}: {line}" for line in sorted(lines)]
 
 
 def _for_plan(document: dict[str, Any]) -> dict[str, Any]:
-    """The document as a run that can be checked: a plan judges the global batch and the GPUs, and may choose an
-    engine for them."""
+    """The document without keys that the plan chooses: the global batch, and the GPUs if no engine is fixed."""
     strategy = document.get("strategy", {})
     if not isinstance(strategy, dict):
         return document
@@ -137,9 +135,7 @@ def _model(run: RunConfig) -> str:
     if (name := run.model.name or run.model.path) is None:
         raise UserError("model.class_name says what is trained; plans take model.name or model.path, a config.json")
     if isinstance(run.encoders.image, IdentityCodec):
-        raise UserError(
-            "encoders.image is identity, and plans are of a VAE's latents; `bigdit train` measures this run"
-        )
+        raise UserError("encoders.image is identity, and plans need a VAE's latents; `bigdit train` measures this run")
     return str(name)
 
 
@@ -154,7 +150,6 @@ def _global_batch(strategy: Strategy, document: dict[str, Any], gpus: int) -> An
 
 
 def _engine(strategy: Strategy) -> str:
-    """By the name of its preset."""
     if strategy.engine != "deepspeed":
         return f"{strategy.engine}{'-offload' if strategy.cpu_offload else ''}"
     zero = (strategy.ds_config or {}).get("zero_optimization", {})
@@ -166,7 +161,7 @@ def _engine(strategy: Strategy) -> str:
 
 
 def _by_key(problem: str) -> str:
-    """The problem by the keys of the run, in the place of options."""
+    """The problem with keys of the run instead of options."""
     problem = problem.replace("--gpus is", "strategy.world_size is")
     for name in sorted(OPTIONS, key=len, reverse=True):  # `lora_base` before `lora`
         if key := OPTIONS[name]["key"]:
@@ -175,10 +170,10 @@ def _by_key(problem: str) -> str:
 
 
 def carried(document: Any, planned: Strategy) -> Strategy:
-    """The planned strategy with the constants of a run's: of its optimizer, EMA, adapters and clipping. Raises
-    UserError where the run, or both together, are none."""
+    """The planned strategy with the run's constants for optimizer, EMA, adapters and clipping. Raises UserError if the
+    document is no valid run."""
     if not isinstance(document, dict):
-        raise UserError("it is no run")
+        raise UserError("a run.yaml is a mapping of sections, and this document is none")
     own = parse_run(_for_plan(document)).strategy
     kept = planned.optimizer.model_dump(include={"name", "implementation"})
     update: dict[str, Any] = {
@@ -194,7 +189,7 @@ def carried(document: Any, planned: Strategy) -> Strategy:
 
 
 def planned_run(path: Path, overrides: Sequence[str], strategies: Sequence[Strategy], plans: Sequence[str]) -> Document:
-    """The run that `path` describes, with the strategy and the plan of each of its stages."""
+    """The run in `path`, with the strategy and the plan of each of its stages."""
     documents, asked = read_stages(path, overrides)
     found = [
         {"strategy": section(carried(document, strategy)), "plan": plan}
@@ -207,7 +202,7 @@ def planned_run(path: Path, overrides: Sequence[str], strategies: Sequence[Strat
 
 
 def section(strategy: Strategy) -> Document:
-    """The strategy as a run's YAML has it: every key that has a value, and those whose null is not the default."""
+    """The strategy as in a run.yaml: keys that have a value, or whose null is not the default."""
     usual = Strategy().model_dump(mode="json")
     return {
         key: {at: each for at, each in value.items() if each is not None} if isinstance(value, dict) else value
@@ -217,7 +212,7 @@ def section(strategy: Strategy) -> Document:
 
 
 def instead(field: str, value: Any) -> str:
-    """The error of an option that goes with a model and not with `--config`, with the key that takes its place."""
+    """The error of an option that does not go with `--config`, with the key to set instead."""
     if field == "model":
         return f"--model {value} and --config each say what is planned; leave one of them out"
     return f"{option(field)} goes with --model; with --config it is --set {_setting(field, value)}"

@@ -1,15 +1,15 @@
-"""An option: strategies that differ in the sizes of their steps alone, and what a few attempts say of other sizes.
+"""An option: strategies that differ only in the sizes of their steps. A few attempts predict all other sizes.
 
-Predictions say where to try next; nothing that is shown stands on them. Bytes of a phase grow evenly with the
-micro-batch. A recomputed block spares what it does not keep from the forward to the backward pass. How the allocator's
-pieces fit changes from place to place: each run corrects what is predicted.
+Predictions only say where to try next; no figure of a plan is a prediction. The bytes of a phase are linear in the
+micro-batch. A recomputed block saves what it would keep from the forward to the backward pass. Fragmentation differs
+from size to size: each run corrects the predictions.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -20,14 +20,14 @@ from bigdit.speed.work import Work, work_of
 from bigdit.strategy import Strategy
 
 FIRST = 2
-"""The micro-batch size that attempts begin with. At 1, torch takes some tensors as contiguous that are not so else."""
+"""Micro-batch size of the first attempts. At 1, torch takes some tensors as contiguous that otherwise are not."""
 
 SECOND = 4
-"""The least of the second ones, each about as large as fits."""
+"""Smallest micro-batch size of the second attempts, which are about as large as fits."""
 
 OF_ACTIVATIONS = ("encode", "forward", "backward")
 OF_STATE = ("ema", "step")
-"""The phases that a step may end with, the last one first."""
+"""Phases that may end a step, the last one first."""
 
 
 class Growth(NamedTuple):
@@ -45,33 +45,31 @@ class Growth(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """Steps with nothing recomputed, or with all blocks.
+    """The cost of steps with nothing recomputed, or with all blocks recomputed.
 
-    Bytes: `peaks` of each phase; `kept` from the forward to the backward pass; `within`, for each sample, what the
-    start of the backward pass takes besides; `left` where it ends. `idle` is what torch reserves beyond what is
-    allocated, `host` what tensors in CPU memory take at most, with saving, `reserved` torch's of the sizes that ran.
-    `work` and `growth`: of a step at FIRST, and of each further sample.
+    In bytes: `peaks` of each phase; `kept` from the forward to the backward pass; `within`, the temporaries of each
+    sample at the start of the backward pass; `left` at its end; `host`, the peak in CPU memory with saving. `ran` are
+    the attempts by micro-batch size. `work` is that of a step at FIRST, `growth` that of each further sample.
     """
 
     peaks: Mapping[str, Growth]
     kept: Growth
     within: float
     left: Growth
-    idle: Mapping[int, int]
     host: Growth
     work: Work
     growth: Work
-    reserved: Mapping[int, int]
+    ran: Mapping[int, Attempt]
 
     @classmethod
-    def of(cls, strategy: Strategy, ran: Mapping[int, Attempt], none: Policy | None = None) -> Policy:
-        """From attempts of `strategy` at FIRST and another micro-batch size, without a limit of bytes; counted at
-        FIRST.
+    def of(cls, strategies: Sequence[Strategy], ran: Sequence[Attempt], none: Policy | None = None) -> Policy:
+        """From attempts of a strategy at FIRST and at a larger micro-batch size, without a memory limit.
 
-        What recomputing adds to `none`, the same with nothing recomputed, grows with the samples. Without `none` the
-        second attempt is counted too.
+        `none` is the policy with nothing recomputed. Without it, the work of both attempts was counted; with it, only
+        that of the first: the work of recomputation is proportional to the samples.
         """
-        (first, second), (small, large) = ran, ran.values()
+        strategy, (small, large) = strategies[0], ran
+        first, second = sizes = [each.micro_batch_size for each in strategies]
 
         def line(low: float, high: float) -> Growth:
             return Growth(low, (high - low) / (second - first))
@@ -90,19 +88,18 @@ class Policy:
             kept=line(small.phases["forward"].end_bytes, start.end_bytes),
             within=max(end.peak_bytes - start.end_bytes, 0) / second,
             left=line(small.phases["backward"].end_bytes, end.end_bytes),
-            idle={size: each.peak_reserved_bytes - each.peak_allocated_bytes for size, each in ran.items()},
             host=line(host_peak(small), host_peak(large)),
             work=work,
             growth=growth,
-            reserved={size: each.peak_reserved_bytes for size, each in ran.items()},
+            ran=dict(zip(sizes, ran, strict=True)),
         )
 
     def varied(self, strategy: Strategy, before: Attempt, after: Attempt) -> Policy:
-        """The same with another optimizer, EMA or masters, from one attempt with each at FIRST.
+        """The policy with another optimizer, EMA or masters, from attempts `before` and `after` the change at FIRST.
 
-        Activations stay; the state, and the phases without activations, are those of `after`, that of `strategy`.
+        Activations stay. State, and phases without activations, are those of `after`, which ran `strategy`.
         """
-        more = _left(after) - _left(before)
+        more = _bytes_between_steps(after) - _bytes_between_steps(before)
         peaks = {
             phase: self.peaks[phase].plus(more)
             if phase in OF_ACTIVATIONS and phase in self.peaks
@@ -120,61 +117,48 @@ class Policy:
             growth=replace(self.growth, step=step * 0.0),
         )
 
-    def moved(self, peaks: Mapping[str, float], host: float, work: Work) -> Policy:
-        """The same with so many bytes more in each phase and in CPU memory, and more work."""
-        more = peaks["backward"]
-        return replace(
-            self,
-            peaks={phase: line.plus(peaks.get(phase, 0.0)) for phase, line in self.peaks.items()},
-            kept=self.kept.plus(more),
-            left=self.left.plus(more),
-            host=self.host.plus(host),
-            work=self.work + work,
-        )
-
     def phases(self, micro_batch_size: float) -> dict[str, float]:
-        """The most bytes of each phase. The backward pass is highest at its start, where all is there that was kept, or
-        at its end, where all gradients are."""
+        """Peak bytes of each phase. The backward pass peaks at its start, with all kept activations, or at its end,
+        with all gradients."""
         found = {phase: line.at(micro_batch_size) for phase, line in self.peaks.items()}
         start = self.kept.at(micro_batch_size) + self.within * micro_batch_size
         return found | {"backward": max(start, self.left.at(micro_batch_size))}
 
     def idle_at(self, micro_batch_size: float) -> float:
-        """What torch is expected to reserve beyond what is allocated: between what it did at both sizes."""
-        (small, at_small), (large, at_large) = self.idle.items()
+        """Bytes that are reserved but not allocated, interpolated between the two sizes that ran."""
+        small, large = self.ran
+        at_small, at_large = (each.peak_reserved_bytes - each.peak_allocated_bytes for each in self.ran.values())
         share = min(max((micro_batch_size - small) / (large - small), 0.0), 1.0)
         return at_small + share * (at_large - at_small)
 
 
 def sample_bytes(attempt: Attempt) -> float:
-    """What each sample keeps from the forward to the backward pass, by an attempt at FIRST."""
-    return (attempt.phases["forward"].end_bytes - _left(attempt)) / FIRST
+    """Bytes that each sample keeps from the forward to the backward pass, from an attempt at FIRST."""
+    return (attempt.phases["forward"].end_bytes - _bytes_between_steps(attempt)) / FIRST
 
 
 def filling(attempt: Attempt, sample: float, capacity_bytes: int) -> int:
-    """About the micro-batch size that fills so many bytes, by an attempt at FIRST, where each takes `sample` bytes."""
-    return int((capacity_bytes - _left(attempt)) / max(sample, 1))
+    """About the micro-batch size that fills `capacity_bytes`, from an attempt at FIRST, at `sample` bytes each."""
+    return int((capacity_bytes - _bytes_between_steps(attempt)) / max(sample, 1))
 
 
 def host_peak(attempt: Attempt) -> int:
-    """The most bytes of tensors in CPU memory, as the process starts, steps or saves."""
+    """Peak bytes of tensors in CPU memory, as the process starts, steps or saves."""
     return attempt.host.saving(attempt.checkpoint_bytes)
 
 
 def state_bytes(attempt: Attempt) -> int:
-    """The most that the start and the optimizer's step take: no activation is there."""
+    """Peak bytes of the phases that have no activations: the start, and the optimizer's step."""
     return max(each.peak_bytes for phase, each in attempt.phases.items() if phase not in OF_ACTIVATIONS)
 
 
-def _left(attempt: Attempt) -> int:
-    """What lives between two steps."""
+def _bytes_between_steps(attempt: Attempt) -> int:
     return next(attempt.phases[phase].end_bytes for phase in OF_STATE if phase in attempt.phases)
 
 
 @dataclass(frozen=True)
 class Swapping:
-    """What block swap changes: attempts with no block, the `least` and the `most` of them swapped, and the `work` that
-    each adds."""
+    """The effect of block swap: attempts with no block, `least` and `most` blocks swapped, and the `work` of each."""
 
     least: int
     most: int
@@ -184,18 +168,25 @@ class Swapping:
     work: Work
 
     def of(self, policy: Policy, blocks: int) -> Policy:
-        """`policy` with so many blocks swapped: all of it grows evenly from `least` to `most`."""
+        """`policy` with so many blocks swapped, interpolated between `least` and `most`."""
         share = (blocks - self.least) / max(self.most - self.least, 1)
 
         def between(few: float, many: float) -> float:
             return few + share * (many - few)
 
-        peaks = {
+        more = {
             phase: between(self.few.phases[phase].peak_bytes, self.all.phases[phase].peak_bytes) - none.peak_bytes
             for phase, none in self.none.phases.items()
         }
         host = between(host_peak(self.few), host_peak(self.all)) - host_peak(self.none)
-        return policy.moved(peaks, host, self.work * blocks)
+        return replace(
+            policy,
+            peaks={phase: line.plus(more.get(phase, 0.0)) for phase, line in policy.peaks.items()},
+            kept=policy.kept.plus(more["backward"]),
+            left=policy.left.plus(more["backward"]),
+            host=policy.host.plus(host),
+            work=policy.work + self.work * blocks,
+        )
 
 
 SizeKey = tuple[str, int, int]
@@ -204,19 +195,18 @@ SizeKey = tuple[str, int, int]
 
 @dataclass(eq=False)
 class Option:
-    """An engine with an optimizer, precision and EMA, at a micro-batch of one and nothing recomputed.
+    """An engine with an optimizer, precision and EMA; `strategy` has a micro-batch of one and nothing recomputed.
 
-    `base` is the option whose activations and gradients it has, with another state; None for one of its own kind. Where
-    blocks are swapped (`strategy.blocks_to_swap`), it is the same without, and any number of them up to that is meant.
-    `last_resort`: it pays with much time for little memory, and is looked at where nothing lossless fits: 1; with all
-    weights in CPU memory where swapped blocks do not fit: 2. Where nothing else does, lossy ones are: without copies
-    over PCIe, 3, and with them, 4.
+    `base` is the option with the same activations and gradients and another state, if there is one. With block swap, it
+    is the option without, and `strategy.blocks_to_swap` is the largest number to try.
+    `last_resort` orders options that save little memory for much time; each is tried where all below it do not fit.
+    1: slow and lossless. 2: all weights in CPU memory. 3: lossy, without copies over PCIe. 4: lossy, with copies.
 
-    An explored option predicts by its policies: with nothing (`none`) and with all (`full`) of `count` blocks
-    recomputed. `anchor`: the attempt with nothing recomputed at the smallest of the sizes that they stand on.
-    `corrections`: by what share torch reserved more than was predicted; shared by all with the same activations.
-    `found`: what it reserved without a limit, by recomputed blocks and micro-batch size. `predicted`: estimates by
-    micro-batch size, accumulation and recomputed blocks, before any correction that came later.
+    An explored option predicts from policies with nothing (`none`) and with all (`full`) of `count` blocks recomputed.
+    `anchor` is the attempt with nothing recomputed at the smallest size. `corrections` are the shares by which torch
+    reserved more than predicted; options with the same activations share them. `found` has reserved bytes by recomputed
+    blocks and micro-batch size, without a memory limit. `predicted` has estimates by micro-batch size, accumulation and
+    recomputed blocks, without later corrections.
     """
 
     title: str
@@ -234,7 +224,7 @@ class Option:
     def predicting(
         self, none: Policy, full: Policy, count: int, anchor: Attempt, alike: Option | None = None
     ) -> Option:
-        """This option with what it predicts by; `alike` has the same activations, and so the same corrections."""
+        """This option, ready to predict. `alike` has the same activations, and so the same corrections."""
         self.none, self.full, self.count, self.anchor = none, full, count, anchor
         if alike is not None:
             self.corrections = alike.corrections
@@ -260,34 +250,34 @@ class Option:
 
     @property
     def quarters(self) -> list[int]:
-        """The least number of recomputed blocks (those that are swapped) to all, in quarters of these."""
+        """Numbers of recomputed blocks, in quarters of all. Swapped blocks are always recomputed."""
         return sorted({max(self.strategy.blocks_to_swap, each) for each in quarters(self.count)})
 
     def ran(self, blocks: int) -> dict[int, int]:
-        """What torch reserved with so many blocks recomputed, by the micro-batch size, of all sizes that ran."""
+        """Reserved bytes by micro-batch size, of all sizes that ran with so many blocks recomputed."""
         policy = {0: self.none, self.count: self.full}.get(blocks)
-        found = {} if policy is None or self.base or self.strategy.blocks_to_swap else dict(policy.reserved)
+        ran = {} if policy is None or self.base or self.strategy.blocks_to_swap else policy.ran
+        found = {size: each.peak_reserved_bytes for size, each in ran.items()}
         return found | {size: nbytes for (of, size), nbytes in self.found.items() if of == blocks}
 
     def note(self, blocks: int, reserved: Mapping[int, int]) -> None:
-        """What torch reserved at sizes that ran, which moves no prediction."""
+        """Add reserved bytes of sizes that ran, without a correction of predictions."""
         self.found |= {(blocks, size): nbytes for size, nbytes in reserved.items()}
 
     def correct(self, micro_batch_size: int, blocks: int, reserved_bytes: int) -> None:
-        """Torch reserved so many bytes here: predict that share more, or less; less of it far away."""
+        """Correct predictions by the share that torch reserved more, or less, than predicted here."""
         self.note(blocks, {micro_batch_size: reserved_bytes})
         off = reserved_bytes / self.uncorrected(micro_batch_size, blocks) - 1
         self.corrections[self.title, micro_batch_size, blocks] = off
 
     def reserved(self, micro_batch_size: float, blocks: int) -> float:
-        """What torch is expected to reserve with expandable segments, or did where it ran."""
+        """Bytes that torch reserves with expandable segments: measured where it ran, else predicted."""
         if micro_batch_size in (ran := self.ran(blocks)):
             return ran[int(micro_batch_size)]
-        return self.uncorrected(micro_batch_size, blocks) * (1 + self._off(micro_batch_size, blocks))
+        return self.uncorrected(micro_batch_size, blocks) * (1 + self._correction(micro_batch_size, blocks))
 
-    def _off(self, micro_batch_size: float, blocks: int) -> float:
-        """The nearest correction, of this option if there is any. What is off is how the allocator's pieces fit, which
-        changes from place to place."""
+    def _correction(self, micro_batch_size: float, blocks: int) -> float:
+        """The nearest correction, of this option if it has any. It fades with distance: fragmentation is local."""
         if not self.corrections:
             return 0.0
         own = [at for at in self.corrections if at[0] == self.title]
@@ -299,15 +289,15 @@ class Option:
         return self.corrections[nearest] * math.exp(-away[nearest] / 2)
 
     def uncorrected(self, micro_batch_size: float, blocks: int) -> float:
-        """Bytes that torch is expected to reserve, by the policies alone."""
+        """Bytes that torch is expected to reserve, by the policies, without corrections."""
         ways = {0: (self.none,), self.count: (self.full,)}.get(blocks, (self.none, self.full))
         return max(self.peaks(micro_batch_size, blocks).values()) + max(each.idle_at(micro_batch_size) for each in ways)
 
     def peaks(self, micro_batch_size: float, blocks: int) -> dict[str, float]:
-        """Bytes of each phase with the first `blocks` recomputed.
+        """Peak bytes of each phase with the first `blocks` recomputed.
 
-        Until the backward pass comes to those blocks it is as without, less what they do not keep; from there on all
-        behind them is freed, as it is with all of them recomputed.
+        The backward pass reaches them last. Before, it is as with nothing recomputed, less what these blocks do not
+        keep. From there on it is as with all recomputed: everything behind them is freed.
         """
         plain, full = self.none.phases(micro_batch_size), self.full.phases(micro_batch_size)
         if blocks in (0, self.count):
@@ -317,32 +307,30 @@ class Option:
         return full | {phase: max(full[phase], plain[phase] - less) for phase in OF_ACTIVATIONS if phase in plain}
 
     def work(self, micro_batch_size: float, blocks: int) -> Work:
-        """What one step does with that many blocks recomputed, each costing the same."""
+        """The work of one step. Each recomputed block adds the same."""
         share = blocks / max(self.count, 1)
         none, full = (each.work + each.growth * (micro_batch_size - FIRST) for each in (self.none, self.full))
         return none * (1 - share) + full * share
 
     def host(self, micro_batch_size: float, blocks: int) -> float:
-        """The most bytes of a process's tensors in CPU memory."""
+        """Peak bytes of a process's tensors in CPU memory."""
         return max((self.full if blocks else self.none).host.at(micro_batch_size), 0.0)
 
     def fewest_blocks(self, micro_batch_size: int, capacity_bytes: float) -> int | None:
-        """The fewest first blocks to recompute so that `capacity_bytes` are enough; None where all are too few."""
-        low, high = self.strategy.blocks_to_swap, self.count
-        if self.reserved(micro_batch_size, high) > capacity_bytes:
+        """The fewest blocks to recompute so that the step fits `capacity_bytes`; None where all are too few."""
+        if self.reserved(micro_batch_size, self.count) > capacity_bytes:
             return None
-        while low < high:
-            middle = (low + high) // 2
-            fits = self.reserved(micro_batch_size, middle) <= capacity_bytes
-            low, high = (low, middle) if fits else (middle + 1, high)
-        return low
+        numbers, least = range(self.count), self.strategy.blocks_to_swap
+        return bisect_left(
+            numbers, True, least, key=lambda each: self.reserved(micro_batch_size, each) <= capacity_bytes
+        )
 
     def largest(self, blocks: int, capacity_bytes: float) -> int:
-        """The largest micro-batch that fits with so many recomputed blocks, to LARGEST_MICRO_BATCH; 0 for none."""
+        """The largest micro-batch that fits with so many recomputed blocks, up to LARGEST_MICRO_BATCH; 0 for none."""
         sizes = range(1, LARGEST_MICRO_BATCH + 1)
         return bisect_left(sizes, True, key=lambda size: self.reserved(size, blocks) > capacity_bytes)
 
 
 def quarters(count: int) -> list[int]:
-    """None to all of so many blocks, in quarters."""
+    """0 to `count` blocks, in quarters."""
     return sorted({0, count // 4, count // 2, 3 * count // 4, count})

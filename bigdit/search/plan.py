@@ -1,4 +1,4 @@
-"""What is asked, and the answer to it: values only. search/answer.py makes plans."""
+"""A checked request and the plan that answers it: values only. search/answer.py makes plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.context import degrees
 from bigdit.config.load import MOST_MICRO_BATCH
-from bigdit.config.plan_file import Asked, Expected, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
+from bigdit.config.plan_file import Asked, Expected, Fewer, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
 from bigdit.documents import Count, Natural, Positive, Side, Switch
 from bigdit.encoders.host_bytes import HostWeights
 from bigdit.memory import Ledger, Timeline, host_memory
@@ -51,7 +51,7 @@ EngineChoice = Literal[
 
 
 class Constraints(Strict):
-    """What the user has fixed; None leaves it to the search. `full`: full fine-tuning, so that no LoRA is proposed."""
+    """What the user has fixed; None leaves it to the search. `full`: full fine-tuning only, never LoRA."""
 
     engine: EngineChoice | None = None
     optimizer: OptimizerName | None = None
@@ -72,29 +72,28 @@ class Constraints(Strict):
 
     @property
     def frozen(self) -> bool:
-        """Whether the model's own weights are."""
+        """Whether the model's own weights are frozen."""
         return self.lora is not None or self.controlnet is not None
 
     @property
     def lora_bases(self) -> tuple[LoraBase | None, ...]:
-        """The bases to look at of adapters or a ControlNet; None without. fp8 takes what int8 does, and errs more: it
-        is for those who ask for it."""
+        """Dtypes to try for frozen weights; None where nothing is frozen. fp8 takes as much memory as int8 and has a
+        larger error: it is tried only on request."""
         if not self.frozen:
             return (None,)
         return ("bf16", "int8", "nf4") if self.lora_base is None else (self.lora_base,)
 
 
 class ResolvedRequest(Strict):
-    """A PlanRequest with all of it found and checked.
+    """A PlanRequest, looked up and checked.
 
-    `host_memory_bytes` are those of one machine. If they are only assumed (`host_assumed`), they decide no verdict: the
-    search prefers what they hold. `resolution` is (height, width) in pixels, `frames` of a video;
-    `buckets` are further sizes whose largest micro-batch is asked for. `images` of the data set are encoded. All but
-    `validated` are trained on, `epochs` times. `samples`: what the run loads into CPU memory to generate validation
-    images, None where it generates none.
-    `price` is of one GPU-hour, in the user's currency. `receipts`: a folder of measured runs, which calibrate plans of
-    the same GPU. `explain`: show the way from the setting that people copy to the recommended one.
-    `from_scratch`: training starts from random weights.
+    `host_memory_bytes` is the memory of one machine. If it is only assumed (`host_assumed`), it decides no verdict: the
+    search only prefers what fits it. `resolution` is (height, width) in pixels; `frames` are those of a video.
+    `buckets` are further sizes whose largest micro-batch is asked for. The data set has `images`; all are encoded, and
+    all but `validated` are trained on, `epochs` times. `samples` are weights in CPU memory that generate validation
+    images, None where the run generates none. `price` is of one GPU-hour, in the user's currency. `receipts` is a
+    folder of measured runs, which calibrate plans of the same GPU. `explain` shows each change from the usual setting
+    to the recommended one. `from_scratch`: training starts from random weights.
     """
 
     model: CatalogModel
@@ -117,14 +116,14 @@ class ResolvedRequest(Strict):
     explain: Switch = False
 
     def over(self, cluster: Cluster) -> ResolvedRequest:
-        """The same on other GPUs: a machine that nobody described has more memory where it has more of them."""
+        """The request on other GPUs. Assumed CPU memory is proportional to the GPUs of a machine."""
         host = self.gpu.host_bytes * cluster.processes_per_node if self.host_assumed else self.host_memory_bytes
         return self.model_copy(update={"cluster": cluster, "global_batch_size": None, "host_memory_bytes": host})
 
     @property
     def degrees(self) -> list[int]:
-        """How many GPUs may share a sample of any size that is asked for: no more than a machine's, if none are fixed,
-        and as many as leave no group of them without a sample of the global batch, if there are."""
+        """Degrees of context parallelism that all sizes allow. Unless fixed, at most a machine's GPUs; and where
+        possible, so many that each group has a sample of the global batch."""
         shapes = [batch_shape(self.model, size, self.frames) for size in (self.resolution, *self.buckets)]
         text = None if shapes[0].text is None else shapes[0].text[0]
         found = degrees(self.model.spec, [grid for each in shapes for grid in each.grids], text)
@@ -136,16 +135,16 @@ class ResolvedRequest(Strict):
         return [cp for cp in found if self.global_batch_size * cp >= one_pass] or found
 
     def share(self, groups: int) -> int | None:
-        """Samples of a step for each of so many groups of GPUs, with those that are repeated to fill the last ones."""
+        """Samples of a step for each of so many groups of GPUs, with repeated samples that fill the last groups."""
         return None if self.global_batch_size is None else -(-self.global_batch_size // groups)
 
     def short_of_host(self, nbytes: int) -> bool:
-        """Whether a machine that is known has less memory than that."""
+        """Whether a machine has less memory than that, and its memory is not only assumed."""
         return nbytes > self.host_memory_bytes and not self.host_assumed
 
 
 def lossy_by(strategy: Strategy) -> list[str]:
-    """What of a strategy changes the numbers of AdamW with fp32 masters, in a few words each."""
+    """Why a strategy does not give the numbers of AdamW with fp32 masters, in a few words each."""
     found, name = [], strategy.optimizer.name
     if (base := strategy.base) not in (None, "bf16"):
         found.append(f"quantised base ({base})")
@@ -162,21 +161,21 @@ Verdict = Literal["FITS", "TIGHT", "DOES NOT FIT"]
 
 
 class Margin(Strict):
-    """How much more than an emulated GPU torch may reserve on a real one, as a share, and where that comes from."""
+    """The share by which torch may reserve more on a real GPU than on an emulated one, and its source."""
 
     share: float = Field(ge=0, lt=1)
     source: str
 
 
 class Estimate(Strict):
-    """Two steps of a strategy on one GPU: what they take of it, and how fast they go.
+    """The memory and speed of two steps of a strategy on one GPU.
 
-    `source`: "predicted" from attempts at other sizes; "ran" on an emulated GPU; "recorded", where they ran under the
-    recorder too. `option` names engine, optimizer, precision and EMA; `title` the sizes too; `reason` is why it is
-    listed. `phases` are the most bytes that torch allocated in each, `peak_reserved_bytes` what it reserved with
-    expandable segments. `process` adds the safety margin and `non_torch`; `headroom_bytes` is what the GPU has left at
-    the high end of that. `host_bytes` are what the processes of a machine take of its memory, while they save.
-    `lossless`: the numbers are those of AdamW with fp32 masters, but for FP8 where that is asked for.
+    `source`: "predicted" from attempts at other sizes; "ran" on an emulated GPU; "recorded", under the recorder too.
+    `option` names engine, optimizer, precision and EMA; `title` the sizes too; `reason` is why the plan lists it.
+    `phases` has the peak of allocated bytes of each phase; `peak_reserved_bytes` is with expandable segments.
+    `process` adds the safety margin and `non_torch`; `headroom_bytes` is what its high end leaves of the GPU.
+    `host_bytes` is the memory of all processes of a machine while they save. `lossless`: the numbers are those of AdamW
+    with fp32 masters, except for FP8 where that is asked for.
     """
 
     option: str
@@ -202,7 +201,7 @@ class Estimate(Strict):
 
     @property
     def blocks(self) -> int:
-        """How many are recomputed."""
+        """The number of recomputed blocks."""
         return int(self.strategy.checkpointed_blocks)
 
     @property
@@ -215,7 +214,7 @@ class Estimate(Strict):
 
 
 def process(reserved_bytes: int, non_torch: ByteRange, margin: Margin) -> ByteRange:
-    """What the process takes of the GPU: what torch reserves, at most the margin more, and the rest."""
+    """GPU memory of the process: what torch reserves, up to the margin more, and what is outside torch."""
     more = math.ceil(reserved_bytes * margin.share)
     return ByteRange(low_bytes=reserved_bytes, high_bytes=reserved_bytes + more) + non_torch
 
@@ -226,7 +225,7 @@ def safe_bytes(gpu: Gpu, non_torch: ByteRange, margin: Margin) -> int:
 
 
 def verdict_of(taken: ByteRange, usable_bytes: int) -> Verdict:
-    """FITS: the GPU has the most that a process takes. TIGHT: it has the least."""
+    """FITS: the GPU has the high end of `taken`. TIGHT: it has only the low end."""
     if taken.high_bytes <= usable_bytes:
         return "FITS"
     return "TIGHT" if taken.low_bytes <= usable_bytes else "DOES NOT FIT"
@@ -240,9 +239,10 @@ class Rejected(Strict):
 
 
 class DatasetNeed(Strict):
-    """The feature store of `images` samples. Bytes a sample; its texts as they are stored (low to high) and padded.
+    """The latent and embedding cache of `images` samples. Latents and texts are in bytes per sample.
 
-    `extraction_seconds` is over all GPUs of the cluster, None where the encoders are not known.
+    `text_bytes` are as stored, `padded_text_bytes` with padding. `extraction_seconds` is on all GPUs of the cluster
+    together, None where the encoders are not known.
     """
 
     images: PositiveInt
@@ -270,10 +270,9 @@ class WholeRun(Strict):
     def of(
         cls, images: int, epochs: float, global_batch_size: int, step: StepTime, gpus: int, price: float | None
     ) -> WholeRun:
-        """`images` trained on `epochs` times in steps of `global_batch_size`, the last one full too.
+        """`images` trained on `epochs` times in steps of `global_batch_size`; the last one is full too.
 
-        `price` is of one GPU-hour. What the GPUs cost while nothing is trained (reading the first data, checkpoints,
-        validation, a queue) is not in it.
+        `price` is of one GPU-hour. Time without training (first data, checkpoints, validation, a queue) is not counted.
         """
         steps = max(1, math.ceil(images * epochs / global_batch_size))
         seconds = step.seconds * steps
@@ -288,10 +287,7 @@ class WholeRun(Strict):
 
 
 class WaterfallStep(Strict):
-    """One bar of the waterfall from the naive setting to what fits: what was changed, and what it left.
-
-    Each ran on an emulated GPU.
-    """
+    """One bar of the waterfall from the naive setting to the recommended one. Each ran on an emulated GPU."""
 
     change: str
     process_bytes: NonNegativeInt
@@ -300,10 +296,10 @@ class WaterfallStep(Strict):
 
 
 class HostNeed(Strict):
-    """CPU memory, in bytes. `process_bytes` are tensors of one process at most: the model as it is loaded; then
-    offloaded state, pinned buffers, batches read ahead. `steps_bytes` are those of its steps, of which
-    `page_locked_bytes` are locked. A save copies `checkpoint_bytes` more. `samples_bytes` are weights that the main
-    process generates validation images with. `node_bytes`: the processes of its machine together, with libraries."""
+    """CPU memory, in bytes. `process_bytes` is the peak of one process's tensors: first the loaded model, then
+    offloaded state, pinned buffers and batches read ahead. `steps_bytes` is its peak during steps, `page_locked_bytes`
+    of it locked. A save copies `checkpoint_bytes` more. `samples_bytes` are the weights that generate validation images
+    in the main process. `node_bytes` is all processes of its machine, with libraries."""
 
     process_bytes: NonNegativeInt
     steps_bytes: NonNegativeInt
@@ -317,13 +313,13 @@ class HostNeed(Strict):
 class Plan(Strict):
     """The answer. `chosen` is the recommended strategy, or the one nearest to fitting where `verdict` is DOES NOT FIT.
 
-    `ledger` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's recorded steps;
-    `smaller` are sizes of its step that take less, for training that runs out of memory after all;
-    `curves` has the bytes of its process by the micro-batch size, a curve for each number of recomputed blocks.
-    `front` is the Pareto front of memory against speed; `ran` is all that ran of explored options, at sizes of the
-    global batch; `same_kernels` are usable bytes of GPUs that run the same kernels, by title, the request's first.
-    `buckets` are none where the machine is short of memory, since it is so with any micro-batch;
-    `fixes` are what would fit, where nothing asked for does. `emulated`: the torch build that ran on emulated GPUs.
+    `ledger` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's recorded steps. `smaller` are
+    smaller sizes of its step, in case training still runs out of memory. `curves` has the bytes of its process by
+    micro-batch size, a curve for each number of recomputed blocks. `front` is the Pareto front of memory against speed.
+    `ran` has all that ran of explored options, at divisors of the global batch. `same_kernels` has usable bytes of GPUs
+    that run the same kernels, by title, the request's first. `buckets` is empty where the machine is short of memory:
+    no micro-batch fits then. `fixes` would fit, where nothing that was asked for does. `emulated`: the torch build that
+    ran on emulated GPUs.
     """
 
     request: ResolvedRequest
@@ -342,6 +338,7 @@ class Plan(Strict):
     ran: tuple[Estimate, ...]
     same_kernels: dict[str, PositiveInt]
     smaller: tuple[StepSize, ...]
+    without_machine: Fewer | None
     fixes: tuple[Estimate, ...]
     dataset: DatasetNeed | None
     run: WholeRun | None
@@ -354,7 +351,7 @@ class Plan(Strict):
     seconds: PositiveFloat
 
     def __repr__(self) -> str:
-        """One line, for debuggers and notebooks: the request, the verdict, and what is needed of what there is."""
+        """One line for debuggers and notebooks: the request, the verdict, and the needed share of the GPU."""
         request, chosen = self.request, self.chosen
         gpus = f"{request.cluster.gpus} × {request.gpu.name}" if request.cluster.gpus > 1 else request.gpu.name
         needs = f"{gib(chosen.process.high_bytes)} of {gib(request.gpu.usable_bytes)}"
@@ -373,31 +370,29 @@ class Plan(Strict):
 
     @property
     def short_of_host(self) -> bool:
-        """Whether a machine that is known has too little CPU memory."""
+        """Whether a machine has too little CPU memory, and its memory is not only assumed."""
         return self.request.short_of_host(self.chosen.host_bytes)
 
 
 LIBRARIES_BYTES = 3100 * MIB
-"""What Python, torch and the other libraries take in a process that trains on a GPU, without its tensors.
+"""CPU memory of Python, torch and other libraries in a process that trains on a GPU, without tensors.
 
 Without CUDA, 494 MiB: resident set after the imports of a training process on Linux x86-64 (Python 3.11,
 torch 2.13.0+cpu, DeepSpeed 0.19.8, diffusers 0.42.1, transformers 5.23, bitsandbytes 0.50.2), of which 110 MiB are
-shared between processes; torch alone is 218 MiB of it. With CUDA, 2.746 GiB where the same program takes 358 MiB
-without (pytorch/pytorch#70416, libtorch of 2021): 2454 MiB more for the driver's and the libraries' host side. CUDA
-has loaded its kernels lazily since 11.7, and takes less: rounded up, this is a bound and no measurement of today's
-builds.
+shared between processes; torch alone is 218 MiB of it. With CUDA, a program took 2.746 GiB instead of 358 MiB
+(pytorch/pytorch#70416, libtorch of 2021): 2454 MiB more for the host side of driver and libraries. The sum is rounded
+up. It is an upper bound: CUDA has loaded its kernels lazily since 11.7, and takes less today.
 """
 
 
 def host_need(
     host_timeline: Timeline, checkpoint_bytes: int, cluster: Cluster, samples: HostWeights | None = None
 ) -> HostNeed:
-    """What a machine of `cluster` needs: each process did as recorded and saves so many bytes, the main one generates
-    `samples`.
+    """CPU memory of a machine of `cluster`, whose processes each did as recorded.
 
-    `host_timeline` has the start, when each process holds the whole model (and the encoders, with features
-    online) before it moves to the GPU, and two steps. The page cache of a feature store's files is not counted:
-    the system takes what is free for it.
+    `host_timeline` has two steps and the start, when each process holds the whole model (and online encoders) before it
+    moves to the GPU. Each saves `checkpoint_bytes`; the main one also generates `samples`. The page cache of stored
+    features is not counted: the system only uses free memory for it.
     """
     host = host_memory(host_timeline)
     return HostNeed(
@@ -412,21 +407,21 @@ def host_need(
 
 
 def node_bytes(process_bytes: int, cluster: Cluster, samples: HostWeights | None = None) -> int:
-    """What the processes of the first machine take, which the main one is on; each has tensors of so many bytes."""
+    """CPU memory of the first machine, which has the main process. Each process has tensors of `process_bytes`."""
     generating = 0 if samples is None else samples.known_bytes
     return cluster.processes_per_node * (process_bytes + LIBRARIES_BYTES) + generating
 
 
 def uncounted(samples: HostWeights | None) -> tuple[str, ...]:
-    """A line where it is not known what generating validation images takes."""
+    """A line where the CPU memory of generating validation images is not known."""
     if samples is None or samples.unknown is None:
         return ()
     return (f"samples: the CPU memory of the {samples.unknown} is not known, and not counted: no weights there",)
 
 
 def record(plan: Plan, run: str | None = None) -> PlanFile:
-    """What training by `plan` needs besides its strategy, and what its receipt is to be compared with; `run`: the text
-    of the run.yaml in its folder."""
+    """The plan as training reads it: its strategy, and what its receipt is compared with. `run` is the text of the
+    run.yaml in its folder."""
     request, chosen = plan.request, plan.chosen
     rate = chosen.samples_per_second_per_gpu
     return PlanFile(
@@ -451,6 +446,7 @@ def record(plan: Plan, run: str | None = None) -> PlanFile:
         ),
         micro_batch_sizes=plan.buckets,
         smaller=plan.smaller,
+        without_machine=plan.without_machine,
         ledger=RecordedLedger.model_validate(plan.ledger.model_dump(mode="json")),
         versions=plan.versions,
         catalogue=plan.catalogue,

@@ -1,4 +1,4 @@
-"""The planner of a request: estimates of its strategies, what emulated GPUs found, and how estimates are ordered."""
+"""The planner of a request: estimates of its strategies, the results of emulated GPUs, and the order of estimates."""
 
 from __future__ import annotations
 
@@ -33,37 +33,36 @@ from bigdit.speed.work import Work, work_of
 from bigdit.strategy import Strategy
 
 SAME_SPEED = 0.05
-"""Strategies within this share of the fastest one's speed, at both ends of their intervals, are as fast as it: bounds
-that are two to three times apart do not tell smaller differences, whichever of them is true."""
+"""Strategies within this share of the fastest one's speed, at both ends of their intervals, count as equally fast.
+Smaller differences mean nothing between bounds that are a factor of two to three apart."""
 
 SAME_ROOM = UNPROVED.share
-"""Bytes within this share of each other are as many: more than that is not known of a real GPU. No block is recomputed
-for them."""
+"""Bytes within this share of each other count as equal: real GPUs are not known better. No block is recomputed to save
+less."""
 
 RECORDED_ACCUMULATION = 2
-"""Micro-batches of a step in an attempt, at most: from the second on all find the same memory."""
+"""Most micro-batches of a step in an attempt: from the second on, all take the same memory."""
 
 NEAR = 0.05
-"""Of a size whose area is within this share of the planned one, with nothing and with all blocks recomputed, about as
-many fit as of that: they are not looked for."""
+"""Sizes whose area is within this share of the planned one fit about as many samples. With nothing and with all blocks
+recomputed, their limits are not searched."""
 
 CLEARLY = 0.75
-"""A micro-batch for whose last sample less than this share is left does not fit with larger samples either."""
+"""A micro-batch that lacks more than a quarter of its last sample does not fit with larger samples either."""
 
 Failure = Exception
 """Why an attempt has no answer."""
 
 Limits = dict[tuple[int, int], LargestMicroBatch]
-"""By the size in pixels."""
+"""By size in pixels."""
 
 
 @dataclass
 class Planner:
-    """The `request`, the emulated GPUs that answer, what receipts say; and what was found.
+    """A `request`, the emulated GPUs, what receipts say, and what the search found.
 
-    `options` were explored, by title; `rejected` are choices with the reason. Of estimates by their titles: `launches`
-    were counted where they ran, and `profiles` are what was recorded. `passed_over`: the lossless estimate in
-    whose place a much faster one is recommended.
+    `options` were explored; `rejected` are choices with reasons. By the titles of estimates: `launches` of those that
+    ran, `profiles` of those that were recorded. `passed_over` is the lossless estimate that a much faster one replaced.
     """
 
     request: ResolvedRequest
@@ -76,41 +75,41 @@ class Planner:
     passed_over: Estimate | None = None
 
     def about(self, request: ResolvedRequest) -> Planner:
-        """A planner of another request, by the same GPUs and receipts."""
+        """A planner of another request with the same GPUs and receipts."""
         return Planner(request, self.gpus, self.calibration)
 
     def step_request(self, strategy: Strategy, resolution: tuple[int, int] | None = None) -> StepRequest:
-        """Steps of `strategy`, with as many micro-batches as tell what all of them take."""
-        if strategy.checkpointed_blocks == 0:  # selective, in segments or not: the same steps are asked for once
+        """Steps of `strategy`, with only as many micro-batches as memory depends on."""
+        if strategy.checkpointed_blocks == 0:  # without recomputation its kind does not matter: one key in the cache
             strategy = strategy.model_copy(update={"checkpointing": "full", "checkpointed_segments": None})
         fewer = min(strategy.grad_accum_steps, RECORDED_ACCUMULATION)
         strategy = strategy.model_copy(update={"grad_accum_steps": fewer})
-        repeated = min(strategy.repeated_samples, strategy.places - 1, 1)  # any of them give a batch its weights
+        repeated = min(strategy.repeated_samples, strategy.places - 1, 1)  # one is enough for a batch to have weights
         strategy = strategy.model_copy(update={"repeated_samples": repeated})
         request = self.request
         size = resolution or request.resolution
         return request_for(request.model, request.gpu, strategy, resolution=size, frames=request.frames)
 
     def unlimited(self, strategies: Iterable[Strategy], **counted: Any) -> list[Attempt | Failure]:
-        """An attempt of each, side by side, on a GPU without a limit; cached."""
+        """An attempt of each, in parallel, on a GPU without a memory limit; cached."""
         return self.gpus.attempts([(self.step_request(each), UNLIMITED) for each in strategies], **counted)
 
     def non_torch(self, strategy: Strategy) -> ByteRange:
-        """What the process takes of the GPU besides torch."""
+        """GPU memory of the process outside torch."""
         return non_torch_memory_of(strategy, self.request.gpu.compute_capability, self.request.gpu.multiprocessors)
 
     def capacity(self, strategy: Strategy) -> int:
-        """What torch may reserve for the strategy to FIT."""
+        """The most bytes that torch may reserve for the strategy to FIT."""
         return safe_bytes(self.request.gpu, self.non_torch(strategy), self.calibration.margin)
 
     def accumulation(self, micro_batch_size: int, strategy: Strategy) -> int:
-        """The micro-batches of a step for the global batch that is asked for; one where none is."""
+        """Micro-batches per step for the requested global batch; 1 if none is requested."""
         return -(-(self.request.share(strategy.dp) or 1) // micro_batch_size)
 
     def micro_batch_sizes(self, strategy: Strategy) -> Iterator[int]:
-        """Sizes in order: the fixed one, the divisors of a GPU's share of the global batch, or all to 32 and then
-        ever larger steps. Where samples are repeated anyway: those that are no larger than their passes need. What
-        steps in the backward pass accumulates nothing, and takes its share at once."""
+        """Sizes in ascending order: the fixed one; or divisors of a GPU's share of the global batch; or all up to 32,
+        then in growing steps. Where samples are repeated anyway: sizes that need no more repeats than necessary. An
+        optimizer in the backward pass cannot accumulate, and takes the whole share at once."""
         request = self.request
         if request.constraints.micro_batch_size is not None:
             yield request.constraints.micro_batch_size
@@ -125,7 +124,7 @@ class Planner:
     # Estimates: predicted, run, recorded.
 
     def estimate(self, option: Option, micro_batch_size: int, blocks: int, accumulated: int | None = None) -> Estimate:
-        """What is predicted of the option at these sizes; `accumulated` to the global batch that is asked for."""
+        """The option's prediction at these sizes; `accumulated` micro-batches, or as many as the global batch needs."""
         if accumulated is None:
             accumulated = self.accumulation(micro_batch_size, option.strategy)
         sizes, reserved = (micro_batch_size, accumulated, blocks), round(option.reserved(micro_batch_size, blocks))
@@ -162,7 +161,7 @@ class Planner:
         )
 
     def reserving(self, reserved_bytes: int, non_torch: ByteRange) -> dict[str, Any]:
-        """What an estimate says of the GPU where torch reserves so many bytes."""
+        """The fields of an estimate that depend on reserved bytes."""
         usable, taken = self.request.gpu.usable_bytes, process(reserved_bytes, non_torch, self.calibration.margin)
         return {
             "peak_reserved_bytes": reserved_bytes,
@@ -172,7 +171,7 @@ class Planner:
         }
 
     def ran(self, each: Estimate, attempt: Attempt, asked: Strategy) -> Estimate:
-        """The predicted estimate as an attempt of `asked` ran: its bytes, and its seconds by counted launches."""
+        """The predicted estimate with the bytes of an attempt of `asked`, and seconds from its counted launches."""
         micro_batches = self.step_request(asked).strategy.grad_accum_steps
         launches = self.launches[each.title] = launches_of(attempt.launched, micro_batches)
         work = self.options[each.option].work(each.micro_batch_size, each.blocks)
@@ -186,10 +185,10 @@ class Planner:
         return each.model_copy(update=found)
 
     def run(self, predicted: Sequence[Estimate]) -> list[Estimate | None]:
-        """As each ran on a GPU without a limit: FITS where torch reserved no more than it has for sure, TIGHT where no
-        more than it may have, or where it came through within that by looking for room. None where an attempt failed.
+        """Run each on a GPU without a limit. None for a failed attempt. Predictions of the options are corrected.
 
-        Options' predictions are moved by what was found.
+        FITS: torch reserved no more than the GPU has with the margin. TIGHT: no more than it may have, or it ran within
+        that limit after the allocator freed cached memory.
         """
         found: list[Estimate | None] = []
         for each, attempt in zip(predicted, self.unlimited(each.strategy for each in predicted), strict=True):
@@ -208,8 +207,8 @@ class Planner:
         return found
 
     def record(self, ran: Estimate) -> Estimate:
-        """What ran, recorded: with seconds and CPU memory of the record. Raises UserError and WorkerError where it
-        cannot be recorded."""
+        """The estimate that ran, with seconds and CPU memory as recorded. Raises UserError and WorkerError if recording
+        fails."""
         profile = self.profiles[ran.title] = self.gpus.profile(self.step_request(ran.strategy))
         nbytes = self.host(profile).node_bytes
         verdict = "DOES NOT FIT" if self.request.short_of_host(nbytes) else ran.verdict
@@ -219,28 +218,28 @@ class Planner:
     def step(
         self, strategy: Strategy, work: Work, gpu: Gpu | None = None, launches: Launches | None = None
     ) -> StepTime:
-        """A step that does this work on these GPUs, or on others, of which no receipt tells."""
+        """The time of a step on the request's GPUs, calibrated by receipts; or on another `gpu`, not calibrated."""
         ratio = self.calibration.ratio(strategy) if gpu in (None, self.request.gpu) else None
         return step_time(work, strategy, gpu or self.request.gpu, self.request.cluster, ratio, launches)
 
     def recorded_step(self, recorded: Estimate, gpu: Gpu) -> StepTime:
-        """The step of the same kernels on this GPU."""
+        """The time of the same kernels on this GPU."""
         work = work_of(self.profiles[recorded.title].timeline, recorded.strategy)
         return self.step(recorded.strategy, work, gpu, self.launches[recorded.title])
 
     def host(self, profile: Profile) -> HostNeed:
-        """What a machine needs for processes that did as recorded."""
+        """CPU memory of a machine whose processes did as recorded."""
         cluster, samples = self.request.cluster, self.request.samples
         return host_need(profile.host_timeline, profile.checkpoint_bytes, cluster, samples)
 
     def host_bytes(self, option: Option, micro_batch_size: int, blocks: int) -> int:
-        """What a machine's processes are expected to take of its memory at most."""
+        """Predicted peak CPU memory of a machine's processes."""
         nbytes = round(option.host(micro_batch_size, blocks))
         return node_bytes(nbytes, self.request.cluster, self.request.samples)
 
     def fitting(self, option: Option) -> Iterator[Estimate]:
-        """At each micro-batch size that fits the GPU and CPU memory, the fewest recomputed blocks with which it does,
-        and the quarters beyond, up to all: what leaves more room may be as fast."""
+        """Estimates at each micro-batch size that fits GPU and CPU memory: with the fewest recomputed blocks that fit,
+        and with each quarter beyond, up to all, which may be as fast with more memory to spare."""
         capacity_bytes, fixed = self.capacity(option.strategy), self.request.constraints.checkpointed_blocks
         for size in self.micro_batch_sizes(option.strategy):
             if fixed is None:
@@ -255,68 +254,26 @@ class Planner:
                 yield self.estimate(option, size, each)
 
     def preferred(self, estimates: Iterable[Estimate]) -> list[Estimate]:
-        """Lossless ones first, since nobody's numerics are changed unasked, and what is no last resort before what is
-        one. Of those as fast as the fastest, first those without context parallelism; of these the one that takes
-        least; of those that take as much, to SAME_ROOM, that with fewest recomputed blocks. All others by their speed.
-        Where nothing has to be recomputed, selective checkpointing comes first only if its speed can be distinguished:
-        no real GPU has shown smaller gains.
+        """Estimates in order of preference. Lossless ones come first, since numerics change only on request; then those
+        without a last resort.
+
+        Among those as fast as the fastest: without context parallelism first, then the least memory; at equal memory
+        (to SAME_ROOM) the fewest recomputed blocks. All others follow by speed. Where nothing must be recomputed,
+        selective checkpointing comes first only if it is clearly faster: no real GPU has shown smaller gains.
         """
         groups: dict[tuple[bool, int], list[Estimate]] = {}
         for each in estimates:
             groups.setdefault((not each.lossless, self.options[each.option].last_resort), []).append(each)
-        return [each for _, group in sorted(groups.items()) for each in _roomy(group)]
+        return [each for _, group in sorted(groups.items()) for each in _by_preference(group)]
 
     def limits(self, chosen: Estimate) -> Limits:
-        """The largest micro-batches of each size, looked for from what is predicted of the planned one; without those
-        of which an attempt failed."""
-        request, option, capacity_bytes = self.request, self.options[chosen.option], self.capacity(chosen.strategy)
-        columns = {"none": 0, "recommended": chosen.blocks, "full": option.count}
-        sizes, planned = (request.resolution, *request.buckets), math.prod(request.resolution)
-
-        def steps(size: tuple[int, int], blocks: int, micro_batch_size: int) -> StepRequest:
-            sizes = {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks}
-            return self.step_request(chosen.strategy.model_copy(update=sizes), size)
-
-        def wanted(size: tuple[int, int], blocks: int) -> bool:
-            near = size != request.resolution and abs(math.prod(size) / planned - 1) <= NEAR
-            return not near or blocks == chosen.blocks
-
-        def largest(blocks: int) -> dict[tuple[int, int], int | None]:
-            """Of the planned size from what is predicted, then of the others from what ran last, two side by side."""
-            if blocks < option.strategy.blocks_to_swap:
-                return dict.fromkeys(sizes, 0)
-            expected = option.largest(blocks, capacity_bytes)
-            pixel_bytes = _sample_bytes(option, expected, blocks) / planned
-            limits: dict[tuple[int, int], int | None] = {}
-            short: dict[int, int] = {}  # what does not fit, clearly, by the area of its samples
-
-            def follow(some: Sequence[tuple[int, int]], pixels: float) -> float:
-                for size in some:
-                    known = option.ran(blocks) if size == request.resolution else {}
-                    area = math.prod(size)
-                    failing = min((short[each] for each in [*short] if each <= area), default=LARGEST_MICRO_BATCH + 1)
-                    row = Row(partial(steps, size, blocks), pixels / area, pixel_bytes * area, known, failing)
-                    found = self.gpus.largest(row, capacity_bytes)
-                    limits[size] = None if found is None else int(found[0])
-                    if found is not None:
-                        pixels = found[0] * area
-                        if found[0] % 1 < CLEARLY:
-                            short[area] = int(found[0]) + 1
-                        if size == request.resolution:
-                            option.note(blocks, found[1])
-                return pixels
-
-            pixels = follow(sizes[:1], float(expected * planned))
-            # Turned by a quarter, the same samples take the same bytes.
-            turned = {size: next(each for each in sizes if each in (size, size[::-1])) for size in sizes}
-            others = [size for size in dict.fromkeys(turned.values()) if size != sizes[0] and wanted(size, blocks)]
-            with ThreadPoolExecutor(2) as aside:
-                [*aside.map(follow, (others[::2], others[1::2]), (pixels, pixels))]
-            return {size: limits[first] for size, first in turned.items() if first in limits and wanted(size, blocks)}
-
+        """The largest micro-batches of each size, without sizes where an attempt failed. The search starts from
+        predictions for the planned size."""
+        columns = {"none": 0, "recommended": chosen.blocks, "full": self.options[chosen.option].count}
         rows = [*dict.fromkeys(columns.values())]
-        with ThreadPoolExecutor(len(rows)) as aside:  # none waits for another's size
-            ran = dict(zip(rows, aside.map(largest, rows), strict=True))
+        with ThreadPoolExecutor(len(rows)) as pool:  # none waits for another's size
+            ran = dict(zip(rows, pool.map(partial(self._largest, chosen), rows), strict=True))
+        sizes = (self.request.resolution, *self.request.buckets)
         found = {size: {column: ran[blocks].get(size) for column, blocks in columns.items()} for size in sizes}
         return {
             size: LargestMicroBatch.model_validate({"height": size[0], "width": size[1], **limits})
@@ -324,25 +281,71 @@ class Planner:
             if limits["recommended"] is not None
         }
 
+    def _largest(self, chosen: Estimate, blocks: int) -> dict[tuple[int, int], int | None]:
+        """The largest micro-batch of each size, with so many recomputed blocks.
+
+        The planned size comes first, from its prediction; then the others from the last result, two in parallel.
+        """
+        request, option, capacity_bytes = self.request, self.options[chosen.option], self.capacity(chosen.strategy)
+        sizes, planned = (request.resolution, *request.buckets), math.prod(request.resolution)
+        if blocks < option.strategy.blocks_to_swap:
+            return dict.fromkeys(sizes, 0)
+        expected = option.largest(blocks, capacity_bytes)
+        pixel_bytes = _sample_bytes(option, expected, blocks) / planned
+        limits: dict[tuple[int, int], int | None] = {}
+        failed: dict[int, int] = {}  # micro-batches that clearly do not fit, by the area of a sample
+
+        def steps(size: tuple[int, int], micro_batch_size: int) -> StepRequest:
+            update = {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks}
+            return self.step_request(chosen.strategy.model_copy(update=update), size)
+
+        def search(some: Sequence[tuple[int, int]], pixels: float) -> float:
+            for size in some:
+                known = option.ran(blocks) if size == request.resolution else {}
+                area = math.prod(size)
+                failing = min((failed[each] for each in [*failed] if each <= area), default=LARGEST_MICRO_BATCH + 1)
+                row = Row(partial(steps, size), pixels / area, pixel_bytes * area, known, failing)
+                found = self.gpus.largest(row, capacity_bytes)
+                limits[size] = None if found is None else int(found[0])
+                if found is not None:
+                    pixels = found[0] * area
+                    if found[0] % 1 < CLEARLY:
+                        failed[area] = int(found[0]) + 1
+                    if size == request.resolution:
+                        option.note(blocks, found[1])
+            return pixels
+
+        def is_searched(size: tuple[int, int]) -> bool:
+            near = size != request.resolution and abs(math.prod(size) / planned - 1) <= NEAR
+            return not near or blocks == chosen.blocks
+
+        pixels = search(sizes[:1], float(expected * planned))
+        # Height and width swapped, a sample takes the same bytes.
+        turned = {size: next(each for each in sizes if each in (size, size[::-1])) for size in sizes}
+        others = [size for size in dict.fromkeys(turned.values()) if size != sizes[0] and is_searched(size)]
+        with ThreadPoolExecutor(2) as pool:
+            [*pool.map(search, (others[::2], others[1::2]), (pixels, pixels))]
+        return {size: limits[first] for size, first in turned.items() if first in limits and is_searched(size)}
+
 
 def stepped(strategy: Strategy, step: StepTime) -> dict[str, Any]:
-    """What an estimate says of its speed."""
+    """The fields of an estimate that depend on the time of a step."""
     samples = step.seconds.per(strategy.global_batch_size / strategy.world_size)
     return {"step": step, "samples_per_second_per_gpu": samples}
 
 
 def as_fast_as(one: Estimate, other: Estimate) -> bool:
-    """Whether the speed of `one` cannot be distinguished from the other's, or is the faster one."""
+    """Whether `one` is at least as fast as the other, to SAME_SPEED."""
     mine, theirs, least = one.samples_per_second_per_gpu, other.samples_per_second_per_gpu, 1 - SAME_SPEED
     return mine.low >= least * theirs.low and mine.high >= least * theirs.high
 
 
 def rate(each: Estimate) -> float:
-    """Samples a second of one GPU: the middle of what is possible."""
+    """Samples per second of one GPU, the middle of the interval."""
     return each.samples_per_second_per_gpu.middle
 
 
-def _roomy(estimates: Sequence[Estimate]) -> list[Estimate]:
+def _by_preference(estimates: Sequence[Estimate]) -> list[Estimate]:
     fastest = max(estimates, key=rate)
     near = [each for each in estimates if as_fast_as(each, fastest)]
     alone = [each for each in near if each.strategy.cp == 1]
@@ -365,6 +368,6 @@ def _roomy(estimates: Sequence[Estimate]) -> list[Estimate]:
 
 
 def _sample_bytes(option: Option, micro_batch_size: int, blocks: int) -> float:
-    """About what one more takes there."""
+    """About the bytes of one more sample at this size."""
     size = max(micro_batch_size, 2)
     return max((option.reserved(size, blocks) - option.reserved(size / 2, blocks)) / (size / 2), 1)

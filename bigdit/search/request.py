@@ -1,4 +1,4 @@
-"""What may be asked of a plan: the options of `bigdit plan`, the arguments of `bigdit.plan`, the keys of a run."""
+"""The options of `bigdit plan`, which are also the arguments of `bigdit.plan`, and their keys in a run.yaml."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Asked = int | str | Size
 def _option(
     help: str, metavar: str | None = None, *, key: str | None = None, instead: str | None = None, many: bool = False
 ) -> Any:
-    """A field that is None where nothing is asked. `key`: of a run's YAML, with the same value; `instead`: what says
-    it there in another form. `many`: the option may be repeated."""
+    """A field whose default is None. `key`: the key of a run.yaml with the same value. `instead`: how a run.yaml says
+    it in another form. `many`: the option may be repeated."""
     known = {"help": help, "metavar": metavar, "key": key, "instead": instead, "many": many}
     return field(default=None, metadata=known)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A plan as it is asked for, before anything is checked. None leaves it to the search, or to a default."""
+    """What the user asks of a plan, unchecked. None leaves a field to the search, or to its default."""
 
     model: str | None = _option(
         "A model of `bigdit models`, by name or repository; or a diffusers config.json or folder.",
@@ -126,7 +126,7 @@ class PlanRequest:
 
     @classmethod
     def of(cls, **asked: Any) -> PlanRequest:
-        """The request with these fields, unchecked. Raises TypeError for a name that is none."""
+        """The request with these fields, unchecked. Raises TypeError for an unknown field."""
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in asked if name not in known]:
             raise TypeError(f"bigdit.plan has no argument {unknown[0]!r}; {nearest(unknown[0], known)}")
@@ -136,7 +136,7 @@ class PlanRequest:
 OPTIONS: dict[str, dict[str, Any]] = {
     each.name: {**each.metadata, "type": get_type_hints(PlanRequest)[each.name]} for each in fields(PlanRequest)
 }
-"""What is known of each field: its type, help, metavar, and the key of a run's YAML."""
+"""The type, help, metavar and key in a run.yaml of each field."""
 
 
 def option(name: str) -> str:

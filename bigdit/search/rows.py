@@ -1,4 +1,4 @@
-"""What is shown of what ran: alternatives and why they are listed, curves, what-if points, smaller sizes."""
+"""What a plan shows of estimates that ran: alternatives with reasons, curves, what-if points, smaller sizes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from bigdit.strategy import StepSize
 from bigdit.units import gib
 
 MOST_ROWS = 6
-"""Of the Pareto front: each is run."""
+"""Most rows of the Pareto front. Each of them runs."""
 
 NONE = 0.005
-"""A share that would be printed as 0 %."""
+"""Smaller shares would be printed as 0 %."""
 
 
 def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
-    """The Pareto front of memory against speed, with the recommended estimate, which is `known`: first of what keeps an
-    optimizer's numbers as that does, then of the others where none of those is as good; MOST_ROWS at most; and the
-    fastest that the recommended one was chosen from, and of each base of adapters that has no row yet.
+    """The Pareto front of memory against speed around `known`, the recommended estimate; at most MOST_ROWS.
 
-    All of them run, and those that do not fit then are left out.
+    Rows that are as lossless as `known` come first. The others follow where they are better. Added are the fastest
+    row, and the fastest for each dtype of frozen weights without a row. All run; those that do not fit are left out.
     """
     spread = {each.title: each for option in planner.options.values() for each in _spread(planner, option)}
     every = [each for title, each in spread.items() if title != known.title]
@@ -39,19 +38,20 @@ def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
     if alike and (fastest := _fastest_first(alike)[0]) not in shown and rate(fastest) > rate(known):
         shown.append(fastest)
     bases = {each.strategy.base for each in (*shown, known)}
-    # nf4 takes less than int8 and is as fast, so that no front has an int8 base, whose error is a tenth.
+    # nf4 takes less than int8 and is as fast, so no front has an int8 base, although its error is a tenth.
     fastest_of = {each.strategy.base: each for each in reversed(_fastest_first(every))}
     shown += [each for base, each in fastest_of.items() if base not in bases]
     ran = [each for each in planner.run(_fastest_first(shown)) if each is not None and each.verdict != "DOES NOT FIT"]
-    beside = [] if planner.passed_over is None else [planner.passed_over]
-    rows = [*beside, *(each for each in ran if each.title not in {row.title for row in beside}), known]
+    replaced = planner.passed_over
+    more = [each for each in ran if replaced is None or each.title != replaced.title]
+    rows = [*([] if replaced is None else [replaced]), *more, known]
     rows.sort(key=lambda row: (row.lossless != known.lossless, -rate(row)))
     reasons = [recommended(row, rows) if row is known else _reason(row, known) for row in rows]
     return tuple(row.model_copy(update={"reason": why}) for row, why in zip(rows, reasons, strict=True))
 
 
 def _frontier(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Those of which no other one takes less and is as fast; what takes least first."""
+    """The Pareto front of these, the one with the least memory first."""
     best: list[Estimate] = []
     for each in sorted(estimates, key=lambda each: (each.peak_reserved_bytes, -rate(each))):
         if not best or rate(each) > rate(best[-1]):
@@ -64,8 +64,8 @@ def _fastest_first(estimates: Sequence[Estimate]) -> list[Estimate]:
 
 
 def _spread(planner: Planner, option: Option) -> list[Estimate]:
-    """The option with none to all blocks recomputed in quarters, at micro-batches up to the largest; and the fastest of
-    those that the recommended one was chosen from, which has as few recomputed as fit."""
+    """Estimates of the option over its range: 0 to all blocks recomputed in quarters, at the smallest, the largest and
+    all other micro-batches that ran; and the fastest that fits."""
     request, capacity = planner.request, planner.capacity(option.strategy)
     fixed = request.constraints.checkpointed_blocks
     steps = option.quarters if fixed is None else [option.count if fixed == "all" else fixed]
@@ -74,7 +74,7 @@ def _spread(planner: Planner, option: Option) -> list[Estimate]:
     for blocks in steps:
         most = option.largest(blocks, capacity)
         small = [size for size in sizes if size <= most]
-        ran = option.ran(blocks)  # these cost nothing more
+        ran = option.ran(blocks)  # free: these attempts are cached
         chosen = {*small[:1], *small[-1:], *(size for size in small if size in ran)}
         estimates = [planner.estimate(option, size, blocks) for size in sorted(chosen)]
         found += [each for each in estimates if each.host_bytes <= request.host_memory_bytes]
@@ -83,15 +83,15 @@ def _spread(planner: Planner, option: Option) -> list[Estimate]:
 
 
 def _thinned(rows: Sequence[Estimate], most: int) -> list[Estimate]:
-    """At most so many of the rows, the first and the last among them."""
+    """At most so many rows, evenly spread, with the first and the last."""
     if len(rows) <= most:
         return list(rows)
     return [rows[round(at * (len(rows) - 1) / max(most - 1, 1))] for at in range(most)]
 
 
 def faster_or_slower(mine: Interval, other: Interval) -> str:
-    """How much faster it is, by the middles; or how much slower where the intervals say so most, which is what tells
-    strategies apart."""
+    """How much faster it is by the middles of the intervals; or how much slower it may be by their worse ends, which
+    decide between strategies."""
     middle, worst = mine.middle / other.middle - 1, min(mine.low / other.low, mine.high / other.high) - 1
     if middle >= NONE:
         return f"{middle:.0%} faster"
@@ -101,7 +101,7 @@ def faster_or_slower(mine: Interval, other: Interval) -> str:
 
 
 def recommended(chosen: Estimate, rows: Sequence[Estimate]) -> str:
-    """Why `chosen` is the recommended one among `rows`."""
+    """Why `chosen` is recommended among `rows`."""
     if chosen.verdict == "DOES NOT FIT":
         return "it takes the least memory of all that the options allow"
     if chosen.verdict == "TIGHT":
@@ -133,22 +133,22 @@ def _reason(row: Estimate, chosen: Estimate) -> str:
 
 
 def runs(planner: Planner, chosen: Estimate, limit: LargestMicroBatch) -> list[Estimate]:
-    """The sizes up to the `limit` that ran, with no block, the chosen number of them and all recomputed: two of each at
-    least, where so many fit. They go on beyond a global batch."""
+    """All micro-batches up to the `limit` that ran, also beyond the global batch, with 0, the chosen number and all
+    blocks recomputed. Each has at least two sizes, if two fit."""
     option, predicted = planner.options[chosen.option], []
     largest = {chosen.blocks: limit.recommended, 0: limit.none, option.count: limit.full}
     for blocks, most in largest.items():
         sizes = [size for size in option.ran(blocks) if size <= (most or 0)]
         for size in sorted({*sizes, 1} if len(sizes) == 1 else sizes):
             predicted.append(planner.estimate(option, size, blocks))
-    # All with as many micro-batches as the chosen one: those of its limits, which are cached.
+    # With as many micro-batches as the chosen one, as when its limits were searched: these attempts are cached.
     asked = [chosen.strategy.model_copy(update=each.sizes) for each in predicted]
     pairs = zip(predicted, asked, planner.unlimited(asked), strict=True)
     return [planner.ran(each, attempt, of) for each, of, attempt in pairs if isinstance(attempt, Attempt)]
 
 
 def curves(planner: Planner, chosen: Estimate, ran: Sequence[Estimate]) -> dict[str, dict[int, int]]:
-    """One curve for each number of recomputed blocks: none, the recommended, all."""
+    """Bytes of the process by micro-batch, a curve for each number of recomputed blocks: 0, the recommended, all."""
     count = planner.options[chosen.option].count
     labels = {chosen.blocks: f"{chosen.blocks} of {count} blocks", 0: "nothing recomputed"}
     found: dict[str, dict[int, int]] = {}
@@ -162,7 +162,7 @@ def curves(planner: Planner, chosen: Estimate, ran: Sequence[Estimate]) -> dict[
 def every(
     planner: Planner, chosen: Estimate, rows: Sequence[Estimate], ran: Sequence[Estimate]
 ) -> tuple[Estimate, ...]:
-    """All that ran, option by option: `rows`, and what `ran` of the chosen one, at sizes of the global batch alone."""
+    """`rows`, and of what `ran` of the chosen option the sizes that divide the global batch; sorted by option."""
     allowed = {*planner.micro_batch_sizes(chosen.strategy)}
     short = {"verdict": "DOES NOT FIT"}
     found = {
@@ -176,8 +176,7 @@ def every(
 
 
 def same_kernels(planner: Planner) -> dict[str, int]:
-    """Usable bytes of the request's GPU, and of those that run the same kernels with the same workspace, and have a
-    context as large."""
+    """Usable bytes of the request's GPU and of all with the same kernels, workspace and size of context, by title."""
     own = planner.request.gpu
     kind = own.compute_capability, own.multiprocessors
     others = (each.reserving() for each in gpus() if (each.compute_capability, each.multiprocessors) == kind)
@@ -185,12 +184,12 @@ def same_kernels(planner: Planner) -> dict[str, int]:
 
 
 LESS = 0.05
-"""The share of the GPU that each frees, at least: what is tried costs a start each."""
+"""Least share of the GPU that each smaller size frees: trying one costs training a restart."""
 
 
 def smaller(planner: Planner, chosen: Estimate) -> tuple[StepSize, ...]:
-    """Sizes of the chosen strategy's step with the same global batch, each with LESS of the GPU than the one before:
-    the fastest that there is."""
+    """Sizes of the chosen strategy's step with the same global batch, each the fastest that frees LESS more of the
+    GPU."""
     found: list[StepSize] = []
     capacity = planner.options[chosen.option].reserved(chosen.micro_batch_size, chosen.blocks)
     while True:
@@ -203,7 +202,7 @@ def smaller(planner: Planner, chosen: Estimate) -> tuple[StepSize, ...]:
 
 
 def _fastest(planner: Planner, chosen: Estimate, capacity_bytes: float) -> Estimate | None:
-    """The fastest of the same samples a step and at least as many recomputed blocks that fits."""
+    """The fastest that fits with the same samples per step and at least as many recomputed blocks."""
     option, found = planner.options[chosen.option], []
     samples = chosen.micro_batch_size * chosen.strategy.grad_accum_steps
     for size in range(1, chosen.micro_batch_size + 1):

@@ -1,4 +1,4 @@
-"""Which strategies are looked at, which are not, and why."""
+"""The options that the search explores, and those that it leaves out, with reasons."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ ENGINE_TITLES = {
     "fsdp2-offload": "FSDP2, weights and optimizer in CPU memory",
 }
 BUCKETS = (5_000_000, 50_000_000)
-"""Elements of DeepSpeed's buckets, at least and at most: one block's parameters between these. Its own 5e8 cost up to
-1.9 GiB, and below some MB a collective lasts as long as its latency."""
+"""Least and most elements of DeepSpeed's buckets; between them, one block's parameters. DeepSpeed's own 5e8 cost up to
+1.9 GiB. Below some MB, a collective takes as long as its latency."""
 
 COPIES = {"single": 2, "zero0": 2, "zero1": 2, "zero2": 1, "zero2-offload": 1}
-"""What no engine of these does without on every GPU at the end of the backward pass: the weights, and but for ZeRO-2
-as many gradients."""
+"""Copies of the weights' bytes that every GPU needs at the end of the backward pass: weights, and gradients except
+under ZeRO-2."""
 
 ONLINE_ENCODE_CHUNK = 1
-"""Samples that online encoders take at a time. In fp32 a VAE takes 2 to 3 GiB for each image of 1024 × 1024: all of
-a micro-batch at once, these set the peak, whatever else is saved. One such image fills a GPU's cores."""
+"""Samples that online encoders take at a time. A VAE in fp32 takes 2 to 3 GiB for each image of 1024 × 1024: a whole
+micro-batch would set the peak. One such image fills a GPU's cores."""
 
 
 def proposals(request: ResolvedRequest) -> tuple[list[Option], list[Rejected]]:
-    """What the search looks at, bases before what varies them, and what it leaves out."""
+    """The options to explore, bases before their variants, and those that are left out."""
     found: list[Option] = []
     left_out = _left_out(request)
     for engine, cp in _engines(request):
@@ -68,22 +68,22 @@ def proposals(request: ResolvedRequest) -> tuple[list[Option], list[Rejected]]:
             option = Option(title, strategy, base, 0 if not offload else 2 if swaps else 1)
             sharded = request.cluster.gpus > 1 and engine != "ddp"
             if base is not None and sharded and base.lossless and not option.lossless:
-                option = Option(title, strategy, None, 4 if offload else 3)  # shards leave little to spare
+                option = Option(title, strategy, None, 4 if offload else 3)  # sharded state leaves little to save
             found.append(option)
             base = base or option
     return [*found, *_swapped(request, found)], left_out
 
 
 def precision_of(request: ResolvedRequest) -> Precision:
-    """What is fixed, or bf16 with fp32 masters; fp16 where the GPU computes no bf16, fp32 with text encoders."""
+    """The fixed precision, or bf16 with fp32 masters; without bf16 on the GPU fp16, or fp32 with text encoders."""
     fixed = request.constraints
     other: Precision = "fp32" if fixed.lora is not None and fixed.lora.text_encoders else "fp16"
     return fixed.precision or (other if precision_problems(request.gpu, "bf16") else "bf16")
 
 
 def _engines(request: ResolvedRequest) -> list[tuple[str, int]]:
-    """Presets, each with how many GPUs share a sample. By itself the search shares them with FSDP2 alone, which takes
-    the least memory."""
+    """Presets with degrees of context parallelism. Unless an engine is fixed, only FSDP2 has degrees above 1, since it
+    takes the least memory."""
     fixed = request.constraints
     return [
         (engine, cp)
@@ -94,20 +94,20 @@ def _engines(request: ResolvedRequest) -> list[tuple[str, int]]:
 
 
 def _presets(request: ResolvedRequest) -> tuple[str, ...]:
-    """Presets, and `hsdp` for FSDP2 with a copy of the model in each machine."""
+    """Presets; `hsdp` is FSDP2 with a copy of the model in each machine."""
     if request.constraints.engine is not None:
         return (request.constraints.engine,)
     offloaded = ("fsdp2-offload",) if request.constraints.lora is not None else ("zero2-offload", "fsdp2-offload")
     if request.cluster.gpus == 1:
         return "single", *offloaded
     hsdp = ("hsdp",) if request.cluster.nodes > 1 else ()
-    if request.constraints.lora is not None:  # whose gradients and optimizer state are too small to be sharded
+    if request.constraints.lora is not None:  # its gradients and optimizer state are too small to shard
         return "ddp", "fsdp2", *hsdp, *offloaded
     return "zero1" if _accumulates(request) else "zero2", "fsdp2", *hsdp, *offloaded
 
 
 def _weights(request: ResolvedRequest) -> int:
-    """Bytes of the whole model's weights; 0 where they are not known, or frozen in another form."""
+    """Bytes of the whole model's weights; 0 if they are unknown, or frozen."""
     if request.constraints.frozen or request.model.params is None:
         return 0
     return request.model.params * (4 if precision_of(request) in ("fp32", "tf32") else 2)
@@ -131,7 +131,7 @@ def _settings(request: ResolvedRequest, engine: str) -> list[dict[str, Any]]:
         if engine == "single":
             pairs.append(("came", precision))
             pairs += [("adamw", "bf16_sr"), ("came", "bf16_sr")] if without_masters else []
-        elif engine in ("fsdp2", "hsdp"):  # of a shard of the state, the least that there is of it
+        elif engine in ("fsdp2", "hsdp"):  # the smallest state, sharded
             pairs.append(("came", "bf16_sr" if without_masters else precision))
     return [
         {"optimizer.name": optimizer, "precision": kind, "base": base, **ema}
@@ -148,12 +148,11 @@ def _emas(fixed: Constraints) -> list[dict[str, Any]]:
 
 
 def _swapped(request: ResolvedRequest, found: Sequence[Option]) -> list[Option]:
-    """Block swap of as many first blocks as may be in CPU memory; frozen weights: of those `found` that do not shard.
-
-    Full fine-tuning then steps weights in the backward pass, on a single GPU, and comes without swapped blocks too.
-    Strategy's own rules say which."""
+    """Options with block swap of as many blocks as possible. With frozen weights they vary those `found` that do not
+    shard. Full fine-tuning steps in the backward pass, on a single GPU, with block swap and without.
+    """
     fixed, most = request.constraints, request.model.block_count
-    most -= 0 if fixed.controlnet is None else fixed.controlnet.blocks  # which are trained
+    most -= 0 if fixed.controlnet is None else fixed.controlnet.blocks  # trained blocks are not swapped
     if fixed.engine not in (None, "single", "ddp") or (not fixed.frozen and request.cluster.gpus > 1):
         return []
     if isinstance(fixed.checkpointed_blocks, int):
@@ -161,7 +160,7 @@ def _swapped(request: ResolvedRequest, found: Sequence[Option]) -> list[Option]:
     swapped = [] if fixed.frozen else _in_backward(request)
     bases = [each for each in found if each.strategy.engine in ("single", "ddp")] if fixed.frozen else swapped[:]
     for base in bases if most else []:
-        with suppress(ValidationError):
+        with suppress(ValidationError):  # Strategy refuses what cannot swap
             values = base.strategy.model_dump() | {"checkpointed_blocks": "all", "blocks_to_swap": most}
             strategy = Strategy.model_validate(values)
             title = f"{base.title}, weights of blocks in CPU memory"
@@ -170,8 +169,9 @@ def _swapped(request: ResolvedRequest, found: Sequence[Option]) -> list[Option]:
 
 
 def _in_backward(request: ResolvedRequest) -> list[Option]:
-    """Full fine-tuning without masters, by the optimizer with the least state: it steps each weight where its gradient
-    appears, and takes a step's samples at once. Whoever fixed the optimizer alone fixed its numbers, with masters."""
+    """Full fine-tuning in the backward pass, without masters, with the optimizer of the least state. There is no
+    accumulation. If the user fixed only the optimizer, its usual numbers are meant, with masters: there is no option.
+    """
     fixed = request.constraints
     if fixed.optimizer is not None and fixed.precision is None:
         return []
@@ -190,7 +190,7 @@ def _in_backward(request: ResolvedRequest) -> list[Option]:
 
 
 def _strategy(request: ResolvedRequest, engine: str, settings: dict[str, Any]) -> Strategy | None:
-    """None where the engine refuses these settings, which Strategy's own rules say."""
+    """The strategy of these settings; None where Strategy's rules refuse them."""
     fixed, world_size = request.constraints, 1 if engine == "single" else request.cluster.gpus
     texts = ["fsdp2" if engine == "hsdp" else engine, f"world_size={world_size}", f"compile_blocks={fixed.compile}"]
     same = fixed.model_dump(mode="json", include={"lora", "controlnet", "features", "float8"}, exclude_none=True)
@@ -198,14 +198,14 @@ def _strategy(request: ResolvedRequest, engine: str, settings: dict[str, Any]) -
     of = {"base": "lora.base" if fixed.controlnet is None else "controlnet.base"}
     texts += [f"{of.get(key, key)}={value}" for key, value in settings.items() if value is not None]
     if (request.global_batch_size or 0) % (world_size // settings.get("cp", 1)):
-        texts.append("repeated_samples=1")  # any of them give a batch its weights
+        texts.append("repeated_samples=1")  # one is enough for a batch to have weights
     if fixed.features == "online":
         texts.append(f"encode_chunk={ONLINE_ENCODE_CHUNK}")
     if engine == "hsdp":
         texts.append(f"dp_replicate={request.cluster.nodes}")
     if engine.startswith("zero") and request.model.params is not None:
         block = request.model.params // max(request.model.block_count, 1)
-        # Whole millions, for people; DeepSpeed needs an even number.
+        # In whole millions, easy to read; DeepSpeed needs an even number.
         size = min(max(round(block, -6), BUCKETS[0]), BUCKETS[1])
         texts += [f"ds_config.zero_optimization.{kind}_bucket_size={size}" for kind in ("reduce", "allgather")]
     try:
@@ -237,7 +237,7 @@ def _setting_title(request: ResolvedRequest, settings: dict[str, Any]) -> str:
 
 
 def _left_out(request: ResolvedRequest) -> list[Rejected]:
-    """The obvious choices that the search does not look at."""
+    """Obvious choices that the search leaves out, with reasons."""
     fixed, one_gpu = request.constraints, request.cluster.gpus == 1
     reasons: dict[str, str] = {}
     if fixed.engine is None and one_gpu:

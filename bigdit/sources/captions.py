@@ -1,5 +1,4 @@
-"""Captions and labels of images: text, JSON of texts with weights, or a class. Rules of a source for them: one for all,
-a trigger word, shuffled tags."""
+"""Captions (text, or JSON of texts with weights) and labels of images, and the rules of a source for its captions."""
 
 from __future__ import annotations
 
@@ -17,20 +16,15 @@ from typing import Any
 import xxhash
 
 from bigdit import log
-from bigdit.config.data import MAX_PIXELS, WEIGHTS, SourceConfig, TagsConfig, is_weight
+from bigdit.config.data import WEIGHTS, SourceConfig, TagsConfig, is_weight
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, leads_out
 from bigdit.sources.disk import CAPTION_BYTES, read_file
 from bigdit.sources.image import SUFFIXES as IMAGES
-from bigdit.sources.protocol import Caption, Contents, Item, Several, Source, Unusable
+from bigdit.sources.protocol import Caption, Contents, DerivedItem, Item, Several, Source, Unusable
 from bigdit.units import how_many
 
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-"""How files of UTF-16 begin, as Windows and Excel write them."""
-
-
-def text_captions(data: bytes, name: str) -> tuple[Caption, ...]:
-    """The text of a `.txt` file as one caption. Raises Unusable if it is empty or not UTF-8."""
-    return weighted([_decoded(data, name)], [1.0], name)
+"""The first bytes of files in UTF-16, as Windows and Excel write them."""
 
 
 def json_captions(data: bytes, name: str) -> tuple[Caption, ...] | None:
@@ -70,7 +64,11 @@ def weighted(texts: Sequence[Any], weights: Sequence[Any], name: str) -> tuple[C
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not (weight == 0 or is_weight(weight)):
             raise Unusable(f"caption {name} has the weight {str(weight)[:20]}; weights are numbers, 0 or {WEIGHTS}")
         if text.strip() and weight:
-            captions.append(Caption(_sound(text.strip(), name), float(weight)))
+            try:
+                text.encode()  # JSON can escape half a character
+            except UnicodeEncodeError:
+                raise Unusable(f"caption {name} is not UTF-8") from None
+            captions.append(Caption(text.strip(), float(weight)))
     if not captions:
         raise Unusable(f"caption {name} is empty")
     return tuple(captions)
@@ -83,29 +81,20 @@ def _decoded(data: bytes, name: str) -> str:
         text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig")
     except UnicodeDecodeError:
         raise Unusable(f"caption {name} is not UTF-8") from None
-    if "\0" in text:  # of UTF-32, or of UTF-16 that does not begin with its mark
+    if "\0" in text:  # UTF-32, or UTF-16 without its mark
         raise Unusable(f"caption {name} has zero bytes, as other encodings do; save it as UTF-8")
     return text
 
 
-def _sound(text: str, name: str) -> str:
-    """The text. Raises Unusable if it cannot be encoded: JSON can escape half a character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise Unusable(f"caption {name} is not UTF-8") from None
-    return text
-
-
 FOLDER = "folder"
-"""The `label` of a source where the first folder of an image's path is its class."""
+"""The `label` of a source whose images have the first folder of their path as their class."""
 
 Label = str | int
 """The name of a class, or its number."""
 
 
 def folder_label(name: str) -> str:
-    """The first folder of a relative path. Raises Unusable if there is none, or its name is not printable."""
+    """The first folder of a relative path. Raises Unusable without one, or if its name is not printable."""
     first, below, _ = name.partition("/")
     if not below:
         raise Unusable("image outside a class folder; put it into a folder with the name of its class")
@@ -124,7 +113,7 @@ def json_label(data: bytes, key: str, name: str) -> Label:
 
 
 def label_of(value: Any, where: str) -> Label:
-    """A cell or a JSON value as a label. Raises Unusable, which names `where`, for other values."""
+    """A cell or a JSON value as a label. Raises Unusable, which names `where`, for what is neither text nor integer."""
     if isinstance(value, str) and value.strip():
         return value.strip()
     if isinstance(value, int) and not isinstance(value, bool):
@@ -133,58 +122,62 @@ def label_of(value: Any, where: str) -> Label:
 
 
 def reads_captions(config: SourceConfig) -> bool:
-    """Whether images of a source have captions of their own: it has neither a label nor one caption for all."""
+    """Whether the images of a source have their own captions: it sets neither a label nor one caption for all."""
     return config.label is None and config.caption is None
 
 
-Beside = tuple[str, str]
-"""The names of an image's JSON and text of captions, as they are in its folder."""
+CaptionFiles = tuple[str, str]
+"""The names of the JSON and the text file with an image's captions, in the folder of the image."""
 
 TEXTS = (".txt", ".caption")
 SUFFIXES = (".json", *TEXTS)
 
 
-def usual(stem: str) -> Beside:
+def usual_files(stem: str) -> CaptionFiles:
     """`a.json` and `a.txt`."""
     return f"{stem}.json", f"{stem}.txt"
 
 
 def odd_names(names: Collection[str]) -> dict[str, str]:
-    """Files of captions whose names differ from their usual form: suffixes in capitals, or letters that are decomposed
-    (NFD), as macOS writes them. By their usual form."""
+    """The caption files whose suffix is in capitals, or whose letters are decomposed (NFD), as macOS writes them.
+
+    The keys are the plain forms of their names.
+    """
     found = (name for name in names if os.path.splitext(name)[1].lower() in SUFFIXES)
-    return {usually: name for name in found if (usually := plain(name)) != name}
+    return {plain: name for name in found if (plain := plain_name(name)) != name}
 
 
-def beside(image: str, names: Collection[str], odd: Mapping[str, str]) -> Beside:
-    """The names of the captions of an image among all `names` of its folder: `a.json`, and `a.txt` or `a.caption`, or
-    either after the image's whole name, such as `a.png.txt`."""
+def caption_files(image: str, names: Collection[str], odd: Mapping[str, str]) -> CaptionFiles:
+    """The caption files of an image among the `names` of its folder: `a.json`, and `a.txt` or `a.caption`.
+
+    The suffix may also follow the whole name of the image, as in `a.png.txt`. `odd`: as `odd_names` returns it.
+    """
     stem = os.path.splitext(image)[0]
     found = []
-    for suffixes, without in zip(((".json",), TEXTS), usual(stem), strict=True):
-        asked = (base + suffix for base in (stem, image) for suffix in suffixes)
-        found.append(next(filter(None, (_there(name, names, odd) for name in asked)), without))
+    for suffixes, default in zip(((".json",), TEXTS), usual_files(stem), strict=True):
+        candidates = (base + suffix for base in (stem, image) for suffix in suffixes)
+        found.append(next(filter(None, (_actual_name(name, names, odd) for name in candidates)), default))
     return found[0], found[1]
 
 
-def _there(name: str, names: Collection[str], odd: Mapping[str, str]) -> str | None:
+def _actual_name(name: str, names: Collection[str], odd: Mapping[str, str]) -> str | None:
     if name in names or (not odd and name.isascii()):
         return name if name in names else None
-    usually = plain(name)
-    return usually if usually in names else odd.get(usually)
+    plain = plain_name(name)
+    return plain if plain in names else odd.get(plain)
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """The name in NFC, with the suffixes of captions and images in small letters."""
     stem, suffix = os.path.splitext(unicodedata.normalize("NFC", name))
     first, inner = os.path.splitext(stem)
     return f"{first}{inner.lower() if inner.lower() in IMAGES else inner}{suffix.lower()}"
 
 
-def read_captions(files: Beside, read: Callable[[str], bytes | None]) -> tuple[Caption, ...]:
-    """The captions in an image's JSON, or else in its text. Raises Missing if there are none.
+def read_captions(files: CaptionFiles, read: Callable[[str], bytes | None]) -> tuple[Caption, ...]:
+    """The captions in an image's JSON, or else its text as one caption. Raises Missing if there are none.
 
-    `read` returns the bytes of a file by its name, None if it is missing.
+    `read` returns the bytes of the file with a name, or None if it is missing.
     """
     in_json, in_text = files
     data = read(in_json)
@@ -193,24 +186,24 @@ def read_captions(files: Beside, read: Callable[[str], bytes | None]) -> tuple[C
     if (text := read(in_text)) is None:
         without = "" if data is None else f", and {in_json} has neither caption nor captions"
         raise Missing(f"caption {in_text} is missing{without}")
-    return text_captions(text, in_text)
+    return weighted([_decoded(text, in_text)], [1.0], in_text)
 
 
 class Missing(Unusable):
     """An image without a caption."""
 
 
-def captions_of(root: Path, folder: Path, files: Beside, follow_links: bool) -> tuple[Caption, ...]:
+def captions_of(root: Path, folder: Path, files: CaptionFiles, follow_links: bool) -> tuple[Caption, ...]:
     """The captions in `files` of a folder. Raises as `read_captions`."""
+    return read_captions(files, lambda name: read_linked(root, folder / name, follow_links, CAPTION_BYTES))
 
-    def read(name: str) -> bytes | None:
-        path = folder / name
-        with contextlib.suppress(FileNotFoundError):
-            check_link(root, path, follow_links)
-            return read_file(path, CAPTION_BYTES)
-        return None
 
-    return read_captions(files, read)
+def read_linked(root: Path, path: Path, follow_links: bool, limit: int) -> bytes | None:
+    """The bytes of a file, or None if there is none. Raises as `check_link` and `read_file`."""
+    with contextlib.suppress(FileNotFoundError):
+        check_link(root, path, follow_links)
+        return read_file(path, limit)
+    return None
 
 
 def check_link(root: Path, path: Path, follow_links: bool) -> None:
@@ -233,12 +226,12 @@ def counted(ignored: Counter[str]) -> str:
 
 
 LISTS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
-"""Suffixes of lists of images, which are sources of their own."""
+"""Suffixes of lists of images. A list is a source by itself."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules for captions of a source, as SourceConfig has them."""
+    """The rules of a source for its captions, as in SourceConfig."""
 
     caption: str | None
     before: str
@@ -253,26 +246,26 @@ class Rules:
 
     @property
     def joined(self) -> str | None:
-        """Which text is joined to captions without a space, where letters without one make no word."""
+        """A warning if the prefix or suffix runs into the words of a caption, for want of a space."""
         ends = ("prefix", self.before, self.before[-1:], "{} "), ("suffix", self.after, self.after[:1], " {}")
         for name, text, sign, spaced in ends:
             if sign.isascii() and sign.isalnum():
                 return f'caption_{name} {text!r} is joined to captions without a space; write "{spaced.format(text)}"'
         return None
 
-    def apply(self, captions: tuple[Caption, ...]) -> tuple[Caption, ...]:
-        """The captions to encode, each once."""
+    def apply(self, contents: Contents) -> Contents:
+        """The contents with the captions to encode, each once."""
         found: dict[str, float] = {}
-        for caption in captions if self.caption is None else (Caption(self.caption),):
+        for caption in contents.captions if self.caption is None else (Caption(self.caption),):
             variants = [caption.text] if self.tags is None else shuffled(caption.text, self.tags)
             for text in variants:
                 whole = f"{self.before}{text}{self.after}"
                 found[whole] = found.get(whole, 0) + caption.weight / len(variants)
-        return tuple(Caption(*each) for each in found.items())
+        return replace(contents, captions=tuple(Caption(*each) for each in found.items()))
 
 
 def shuffled(text: str, tags: TagsConfig) -> list[str]:
-    """The variants of a caption of tags, the first as it is written. The others depend on the seed and the text."""
+    """The variants of a caption of tags. The first is the caption itself. The others depend on seed and text."""
     parts = [part.strip() for part in text.split(tags.separator) if part.strip()]
     first, rest = parts[: tags.keep], parts[tags.keep :]
     joint = f"{tags.separator.strip()} "
@@ -282,27 +275,12 @@ def shuffled(text: str, tags: TagsConfig) -> list[str]:
             return int(xxhash.xxh3_64_intdigest(f"{what}{number}/{place}/{text}".encode(), tags.seed))
 
         kept = [place for place in range(len(rest)) if draw("drop", place) >= tags.dropout * 2**64]
-        if not kept and not first and rest:  # of one tag something is left
+        if not kept and not first and rest:  # one tag stays, so that the caption is not empty
             kept = [min(range(len(rest)), key=lambda place: draw("keep", place))]
         order = sorted(kept, key=lambda place: draw("order", place)) if tags.shuffle else kept
         return joint.join([*first, *(rest[place] for place in order)])
 
     return [text, *map(variant, range(1, tags.variants))]
-
-
-@dataclass(frozen=True)
-class RuledItem(Item):
-    """An item whose captions follow `rules`."""
-
-    index: int
-    name: str
-    item: Item
-    rules: Rules
-
-    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
-        """As Item.read."""
-        contents = self.item.read(max_pixels)
-        return replace(contents, captions=self.rules.apply(contents.captions))
 
 
 class Ruled(Several):
@@ -312,5 +290,5 @@ class Ruled(Several):
         super().__init__(source, 1, f"with {rules}")
         self._rules = rules
 
-    def _item(self, index: int, item: Item) -> RuledItem:
-        return RuledItem(index, item.name, item, self._rules)
+    def _item(self, index: int, item: Item) -> DerivedItem:
+        return DerivedItem(index, item.name, item, self._rules.apply)

@@ -1,4 +1,4 @@
-"""Reads files and ranges of files. A fault of the disk stops the run: it must not look like bad data."""
+"""Reads files and ranges of files. A fault of the disk stops the run, since it must not look like bad data."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from bigdit.sources.protocol import Unusable
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer
 
-IMAGE_BYTES = 2**30  # images within Pillow's limit of pixels are smaller, unless made to fill the memory
+IMAGE_BYTES = 2**30  # images within Pillow's limit of pixels are smaller, unless made to fill memory
 CAPTION_BYTES = 2**20
-PIECES, PIECE_BYTES = 16, 2**16  # the parts of a video that are digested
+PIECES, PIECE_BYTES = 16, 2**16  # of a video that are digested
 IMPOSSIBLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)  # the path names no file
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The bytes of a file. Raises FileNotFoundError; Unusable for a path that is no file, or more than `limit` bytes;
-    UserError if it cannot be read."""
+    """The bytes of a file.
+
+    Raises FileNotFoundError; Unusable for a path that is no file, or more than `limit` bytes; UserError if it cannot be
+    read.
+    """
     with opened_file(path) as file:
         check_size(path.name, os.fstat(file.fileno()).st_size, limit)
         return file.read()
@@ -49,9 +52,9 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
 
 
 def sampled_digest(path: Path, offset: int = 0, size: int | None = None) -> int:
-    """xxh3-64 of a file, or of a range of it. Of more than 1 MiB, sixteen pieces of 64 KiB are digested.
+    """xxh3-64 of a file or a range of it. If it is larger than 1 MiB, sixteen pieces of 64 KiB are digested.
 
-    A missing file gives the digest of nothing, since decoding reports it. Raises as `read_file`.
+    A missing file has the digest of no bytes, since decoding reports it. Raises as `read_file`.
     """
     digest = xxhash.xxh3_64()
     with contextlib.suppress(FileNotFoundError), opened_file(path) as file:
@@ -134,7 +137,7 @@ WINDOWS, OF_WINDOWS = re.compile(r"(^|/)[A-Za-z]:[\\/]"), "a path of Windows, wh
 
 
 def not_there(path: Path) -> str:
-    """What to say of a path that does not exist, with the nearest that does."""
+    """The end of an error about a path that does not exist, with the nearest path that does."""
     text, folder = str(path), path.parent
     if WINDOWS.search(text):
         return f"does not exist: it is {OF_WINDOWS}"
@@ -153,7 +156,7 @@ def not_there(path: Path) -> str:
 
 
 def holds_files(folder: Path) -> bool:
-    """Whether a folder has entries. An empty one may be the mount point of a disk that is gone."""
+    """Whether a folder has entries. An empty one may be the mount point of a missing disk."""
     try:
         with os.scandir(folder) as entries:
             return any(entries)

@@ -1,8 +1,8 @@
-"""Rows of Parquet or Arrow files. Images within them are read one by one.
+"""Rows of Parquet or Arrow files. Images in them are read one by one.
 
 A Parquet file is read forward. Memory holds a few batches of rows and one page of each column (at most 1024 rows),
-since pyarrow decodes whole pages. An Arrow stream file, as `datasets` saves it, is mapped into memory. If a mapped
-file is cut while it is read, the process ends with SIGBUS; the same command then resumes.
+since pyarrow decodes whole pages. An Arrow stream file, as `datasets` saves it, is mapped into memory. If such a file
+is cut while it is read, the process ends with SIGBUS. The same command then resumes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import xxhash
 
 from bigdit.errors import UserError
 from bigdit.files import lfs_pointer, open_file
-from bigdit.sources.protocol import Entry, Unusable
+from bigdit.sources.protocol import Entry, Unusable, cut
 from bigdit.sources.tables import Cells, ImageFile, Row
 
 STREAM_BYTES = 2**20  # read at a time of each column, instead of its whole row group
@@ -31,10 +31,8 @@ OPEN = 4  # cursors that a process keeps
 
 
 def describe_parquet(path: Path) -> tuple[int, pa.Schema, str]:
-    """Rows, schema, and the digest of the footer. It has sizes and offsets of all columns, and mostly their ranges.
-
-    Raises OSError or ArrowException for other files.
-    """
+    """Rows, schema, and the digest of the footer, which has the sizes and offsets of all columns, and mostly their
+    ranges. Raises OSError or ArrowException for other files."""
     with open_file(path) as file, pq.ParquetFile(file) as parquet:
         if parquet.metadata.num_rows < 0:
             raise pa.ArrowInvalid("its footer has a negative number of rows")
@@ -46,7 +44,7 @@ def describe_parquet(path: Path) -> tuple[int, pa.Schema, str]:
 
 
 def read_parquet(path: Path, start: int, end: int, columns: Sequence[str], batch_rows: int) -> pa.Table:
-    """Columns of the rows [start, end). Fast for calls that go forward in a file, since its cursor is kept."""
+    """Columns of the rows [start, end). Calls that go forward in a file are fast, since its cursor is kept."""
     key = (path, path.stat().st_mtime_ns, tuple(columns), batch_rows)
     with _lock:
         cursor = _cursors.pop(key, None)
@@ -73,7 +71,7 @@ class _Cursor:
         self._kept: deque[tuple[int, pa.RecordBatch]] = deque(maxlen=2)
 
     def reaches(self, start: int) -> bool:
-        """Whether reading on leads to `start`: it is not behind, and no later row group begins before it."""
+        """Whether reading forward is the shortest way to `start`: it is not behind, and in the same row group."""
         first = self._kept[0][0] if self._kept else self._end
         groups = bisect.bisect_right(self._group_ends, start) - bisect.bisect_right(self._group_ends, self._end)
         return first <= start and groups <= 0
@@ -101,7 +99,7 @@ _lock = threading.Lock()
 _cursors: dict[tuple[Path, int, tuple[str, ...], int], _Cursor] = {}
 
 
-# Nothing is copied of uncompressed files. Compressed buffers would be decoded into memory of any size.
+# Uncompressed files are not copied. Compressed buffers could fill any amount of memory.
 COPIED_BYTES = 2**20
 # Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format, the end-of-stream marker
 END = b"\xff\xff\xff\xff\0\0\0\0"
@@ -111,8 +109,7 @@ _POOL = pa.proxy_memory_pool(pa.default_memory_pool())
 
 
 def describe_arrow(path: Path) -> tuple[int, pa.Schema, str]:
-    """Rows, schema, and the digest of the sizes of batches and file. Raises OSError or ArrowException for other
-    files."""
+    """Rows, schema, and the digest of the sizes of file and batches. Raises as `describe_parquet`."""
     size = path.stat().st_size
     with open_file(path) as file:
         file.seek(max(size - len(END), 0))
@@ -187,12 +184,12 @@ def _is_number(kind: pa.DataType) -> bool:
 
 Format = Literal["parquet", "arrow"]
 
-TEXT_ROWS, IMAGE_ROWS = 1024, 16  # rows that are decoded at a time
+TEXT_ROWS, IMAGE_ROWS = 1024, 16  # decoded at a time
 
 
 @dataclass(frozen=True)
 class ImageCell:
-    """An image within a table: a cell of bytes, or of bytes and a path, one of them null."""
+    """An image in a table: a cell of bytes, or of bytes and a path, one of them null."""
 
     format: Format
     path: Path
@@ -200,7 +197,7 @@ class ImageCell:
     column: str
 
     def read(self) -> bytes:
-        """Raises Unusable if the cell is empty; otherwise as ImageFile."""
+        """The bytes of the image. Raises Unusable if the cell is empty; otherwise as ImageFile."""
         rows = _read(self.format, self.path, self.row, self.row + 1, [self.column], IMAGE_ROWS)
         try:
             cell: Any = rows.column(0)[0].as_py()
@@ -208,7 +205,7 @@ class ImageCell:
             raise Unusable(f"column {self.column} has a path that is not UTF-8") from None
         if isinstance(cell, dict):
             if cell["bytes"] is None and cell.get("path"):
-                return ImageFile(self.path.parent / cell["path"], beside=not Path(cell["path"]).is_absolute()).read()
+                return ImageFile(self.path.parent / cell["path"], relative=not Path(cell["path"]).is_absolute()).read()
             cell = cell["bytes"]
         if not cell:
             raise Unusable(f"column {self.column} holds no image")
@@ -216,7 +213,7 @@ class ImageCell:
 
 
 class FileRows:
-    """Rows of all files, whose columns must agree. `digest` is of the files' names and descriptions."""
+    """Rows of all files, whose columns must agree. `digest` covers their names, counts and descriptions."""
 
     def __init__(self, paths: Sequence[Path], file_format: Format, where: str, key: str) -> None:
         """Read the files' footers or headers. Raises UserError if a file is damaged or its columns differ."""
@@ -249,10 +246,8 @@ class FileRows:
     def read(self, start: int, end: int, columns: Sequence[str]) -> list[Row]:
         """Rows [start, end)."""
         found: list[Row] = []
-        while start < min(end, len(self)):
-            path, row, last = self._at(start, end)
-            found += self._rows(path, row, last, columns)
-            start += last - row
+        for number, _, begin, stop in cut(self._ends, start, end):
+            found += self._rows(self._paths[number], begin, stop, columns)
         return found
 
     def entries(self) -> Iterator[Entry]:
@@ -261,18 +256,12 @@ class FileRows:
 
     def name(self, row: int) -> str:
         """`train-00000-of-00002.parquet row 17`. The first row of a file is row 0."""
-        path, row, _ = self._at(row, row)
-        return f"{path.name} row {row}"
+        ((number, _, begin, _),) = cut(self._ends, row, row + 1)
+        return f"{self._paths[number].name} row {begin}"
 
     def base(self, row: int) -> Path:
         """The folder of the row's file."""
-        return self._at(row, row)[0].parent
-
-    def _at(self, row: int, end: int) -> tuple[Path, int, int]:
-        """The file of a row, the row's number there, and that of `end` or of the file's end."""
-        number = bisect.bisect_right(self._ends, row)
-        first = self._ends[number - 1] if number else 0
-        return self._paths[number], row - first, min(end, self._ends[number]) - first
+        return self._paths[bisect.bisect_right(self._ends, row)].parent
 
     def _rows(self, path: Path, start: int, end: int, columns: Sequence[str]) -> Iterator[Row]:
         images = [column for column in columns if self.columns[column] == "image"]
@@ -294,7 +283,7 @@ def _read(file_format: Format, path: Path, start: int, end: int, columns: Sequen
 
 
 def _pylist(table: pa.Table) -> Iterator[Any]:
-    """Rows as dicts. Rows with text that is not UTF-8 are Unusable: Parquet does not check it."""
+    """Rows as dicts. Rows with text that is not UTF-8 are Unusable, since Parquet does not check text."""
     try:
         yield from table.to_pylist()
     except UnicodeDecodeError:

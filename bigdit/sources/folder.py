@@ -25,18 +25,19 @@ from bigdit.config.data import MAX_PIXELS, MOST_REFERENCES, SourceConfig
 from bigdit.errors import UserError, shown
 from bigdit.sources.captions import (
     LISTS,
-    Beside,
+    CaptionFiles,
     Missing,
-    beside,
+    caption_files,
     captions_of,
     check_link,
     counted,
     folder_label,
     log_ignored,
     odd_names,
-    plain,
+    plain_name,
+    read_linked,
     reads_captions,
-    usual,
+    usual_files,
 )
 from bigdit.sources.captions import (
     SUFFIXES as CAPTIONS,
@@ -48,6 +49,7 @@ from bigdit.sources.image import (
     SUFFIXES,
     alpha,
     decode,
+    decode_part,
     marked,
     owner,
     reference_marks,
@@ -61,7 +63,7 @@ from bigdit.sources.videos import Clip, contents_of, is_video, resampled, video_
 from bigdit.units import how_many
 
 BLOCK = 1024
-_NAMED = 3  # files that a message names
+_NAMED = 3  # the files that a message names
 
 
 class Names:
@@ -87,7 +89,7 @@ class Names:
             yield from map(os.fsdecode, names[max(start - first, 0) : end - first])
 
 
-_BETWEEN = "//"  # separates the parts of a stored entry; no relative path has it
+_SEPARATOR = "//"  # between the parts of a stored entry; no relative path contains it
 _MISSING = -1, -1
 
 
@@ -95,18 +97,17 @@ _MISSING = -1, -1
 class FolderItem(Item):
     """The image or video `name` below `root`.
 
-    `beside`: the names of its captions, where they are not the usual ones. `row`: its captions in the metadata of a
-    folder, if there are none beside it; or the problem of its row. `follow_links`: it and its captions may be links out
-    of `root`. `labelled`: its folder is its class. `captioned`: its own captions are read. `mask`: as SourceConfig has
-    it. `mask_file`: the name of its mask, where it is not the usual one. `clip`: the part of a video to read.
-    `references`: the names of the files that it is an edit of, if it must be one, of which the first `least` must be
-    there.
+    `caption_files`: None for the usual names. `row`: its captions in the metadata of a folder, or the problem of its
+    row; used if no file beside the image has captions. `follow_links`: it and its captions may be links out of `root`.
+    `labelled`: its folder is its class. `captioned`: its own captions are read. `mask`: see SourceConfig. `clip`: the
+    part of a video to read. `references`: for an edit, the files of the images before it; the first `least` must exist.
+    `mask_file`: None for the usual name.
     """
 
     index: int
     root: Path
     name: str
-    beside: Beside | None = None
+    caption_files: CaptionFiles | None = None
     row: tuple[Caption, ...] | str | None = None
     follow_links: bool = False
     labelled: bool = False
@@ -134,34 +135,30 @@ class FolderItem(Item):
             data = read_file(self.path, IMAGE_BYTES)
         contents = contents_of(data, self.clip, max_pixels, captions, label)
         if self.references is not None:
-            found = [self._beside(name) for name in self.references]
+            found = [self._read_neighbour(name) for name in self.references]
             files = [data for data in found if data is not None]
             if len(files) < self.least or None in found[: len(files)]:
                 raise Unusable(f"reference {self.references[found.index(None)]} is missing")
             contents = with_references(contents, files, max_pixels)
         if self.mask == "alpha":
             return replace(contents, mask=partial(alpha, data, max_pixels))
-        masked = self.mask_file or usual_mark(self.path.name, MASK)
-        beside = self._beside(masked) if self.mask == "file" else None
-        if beside is None:
+        mask_file = self.mask_file or usual_mark(self.path.name, MASK)
+        mask = self._read_neighbour(mask_file) if self.mask == "file" else None
+        if mask is None:
             return contents
-        told = contents.digest
+        image_digest = contents.digest
         return replace(
             contents,
-            mask=lambda: _decoded_mask(beside, max_pixels),
-            digest=lambda: xxhash.xxh3_64_intdigest(beside, told()),
+            mask=lambda: decode_part("mask", mask, max_pixels).convert("L"),
+            digest=lambda: xxhash.xxh3_64_intdigest(mask, image_digest()),
         )
 
-    def _beside(self, name: str) -> bytes | None:
-        """The bytes of a file beside the image, if there is one."""
-        path = self.path.with_name(name)
-        with contextlib.suppress(FileNotFoundError):
-            check_link(self.root, path, self.follow_links)
-            return read_file(path, IMAGE_BYTES)
-        return None
+    def _read_neighbour(self, name: str) -> bytes | None:
+        """The bytes of a file in the folder of the image, if it exists."""
+        return read_linked(self.root, self.path.with_name(name), self.follow_links, IMAGE_BYTES)
 
     def _captions(self) -> tuple[Caption, ...]:
-        files = self.beside or usual(self.path.stem)
+        files = self.caption_files or usual_files(self.path.stem)
         try:
             return captions_of(self.root, self.path.parent, files, self.follow_links)
         except Missing:
@@ -187,21 +184,16 @@ class FolderItem(Item):
             raise unreadable(self.path, error) from None
 
 
-def _decoded_mask(data: bytes, max_pixels: int) -> Image.Image:
-    try:
-        return decode(data, max_pixels).convert("L")
-    except Unusable as error:
-        raise Unusable(f"mask: {error}") from None
-
-
 class ImageFolder:
     """All images below `root`, in the order of their relative paths. Linked folders are ignored."""
 
     def __init__(
         self, config: SourceConfig, key: str = "data.images", clip: Clip | None = None, references: range = range(0)
     ) -> None:
-        """List the folder; with a `clip`, videos too; with `references`, edits of such numbers of images. Raises
-        UserError, which names `key`, if it is missing or empty, or no image is an edit."""
+        """List the folder, with its videos if there is a `clip`. `references`: how many images come before an edit.
+
+        Raises UserError, which names `key`, if the folder is missing or empty, or no image is an edit.
+        """
         self.root = root = config.path
         self._links = config.follow_links
         self._mask = config.mask
@@ -242,7 +234,7 @@ class ImageFolder:
 
     def items(self, start: int, end: int) -> list[FolderItem]:
         """Images [start, end) of the order."""
-        found = enumerate(map(_stored, self._names.range(start, end)), start)
+        found = enumerate(map(_parsed, self._names.range(start, end)), start)
         how = self._links, self._labelled, self._captioned, self._mask, self._clip
         return [
             FolderItem(index, self.root, entry.name, files, row, *how, references, mask, self._least)
@@ -251,14 +243,14 @@ class ImageFolder:
 
     def entries(self) -> Iterator[Entry]:
         """As Source.entries."""
-        return (_stored(text)[0] for text in self._names.range(0, len(self._names)))
+        return (_parsed(text)[0] for text in self._names.range(0, len(self._names)))
 
     def _classified(self, entries: Iterator[str]) -> Iterator[str]:
-        """The entries; on the way, the names of classes are collected."""
+        """The entries. Collects the names of classes meanwhile."""
         for entry in entries:
             if self._labelled:
                 with contextlib.suppress(Unusable):  # the image raises it when it is loaded
-                    self.class_names.add(folder_label(entry.partition(_BETWEEN)[0]))
+                    self.class_names.add(folder_label(entry.partition(_SEPARATOR)[0]))
             yield entry
 
 
@@ -275,44 +267,44 @@ def _lists_within(root: Path) -> str:
 
 
 def _digested(found: Listing, digest: xxhash.xxh3_128) -> Iterator[str]:
-    """Sorted entries of images. Names and sizes of images and captions, and rows of metadata, are digested: all change
-    the features."""
+    """Sorted entries of images as text. Digests what changes the features: names and sizes of images and captions, and
+    rows of metadata."""
     for name, files, captioned, row, *marks in found.images():
         sizes, times = zip(*files, strict=True)
-        told = "" if row is None else f" {xxhash.xxh3_64_hexdigest(row.encode())}"
-        digest.update(os.fsencode(f"{name}\0{sizes}{told}\n"))
+        row_digest = "" if row is None else f" {xxhash.xxh3_64_hexdigest(row.encode())}"
+        digest.update(os.fsencode(f"{name}\0{sizes}{row_digest}\n"))
         images, captions = (" ".join(map(str, each)) for each in ((sizes[0], *sizes[3:]), sizes[1:3]))
-        kept = [captioned, row, *marks]
-        stored = json.dumps(kept) if any(each is not None for each in kept) else ""
-        yield _BETWEEN.join([name, images, captions + told, " ".join(map(str, times)), stored])
+        details = [captioned, row, *marks]
+        stored = json.dumps(details) if any(each is not None for each in details) else ""
+        yield _SEPARATOR.join([name, images, captions + row_digest, " ".join(map(str, times)), stored])
 
 
-_Kept = tuple[Beside | None, tuple[Caption, ...] | str | None, tuple[str, ...] | None, str | None]
-"""The `beside`, `row`, `references` and `mask_file` of an item."""
+_Details = tuple[CaptionFiles | None, tuple[Caption, ...] | str | None, tuple[str, ...] | None, str | None]
+"""The `caption_files`, `row`, `references` and `mask_file` of an item."""
 
 
-def _stored(text: str) -> tuple[Entry, _Kept]:
-    """An entry, and what its item has."""
-    name, image, captions, times, kept = text.split(_BETWEEN, 4)
-    captioned, row, reference, mask = json.loads(kept) if kept else (None, None, None, None)
-    told = None if row is None else json.loads(row)
-    found = tuple(Caption(*each) for each in told) if isinstance(told, list) else told
+def _parsed(text: str) -> tuple[Entry, _Details]:
+    """An entry from the text of `_digested`, and the details of its item."""
+    name, image, captions, times, details = text.split(_SEPARATOR, 4)
+    files, row, reference, mask = json.loads(details) if details else (None, None, None, None)
+    cells = None if row is None else json.loads(row)
+    found = tuple(Caption(*each) for each in cells) if isinstance(cells, list) else cells
     references = (reference,) if isinstance(reference, str) else reference and tuple(reference)
-    return Entry(name, 1, image, captions, times), (captioned and tuple(captioned), found, references, mask)
+    return Entry(name, 1, image, captions, times), (files and tuple(files), found, references, mask)
 
 
-_Found = tuple[str, list[tuple[int, int]], Beside | None, str | None, str | list[str] | None, str | None]
-"""The relative path of an image; bytes and times of image, JSON and text, and of references, -1 for a missing one; the
-names of JSON and text, where they are not the usual ones; its row of metadata in JSON; the name of its reference, or of
-several, and that of its mask, where it is not the usual one."""
+_Found = tuple[str, list[tuple[int, int]], CaptionFiles | None, str | None, str | list[str] | None, str | None]
+"""An image: its relative path; the sizes and times of its image, JSON, text, mask and references, -1 for a missing one;
+its caption files, None for the usual ones; its row of metadata in JSON; its reference or references; its mask, None for
+the usual one."""
 
 
 class Listing:
-    """The images with `suffixes` below a folder. Other files are counted in `ignored`, and in `masks` and `references`
-    those of images. `unread`: captions that have the name of no image. `edited`: the references of each image.
+    """The images with `suffixes` below a folder. `edited`: the most references of an image.
 
-    A folder is sorted as if its name ended in a slash, which is the order of whole paths. So memory holds one folder of
-    each level, never the whole tree.
+    It counts the `masks` and `references` of images, and other files in `ignored`. `unread`: captions without an image
+    of the same name. A folder is sorted as if its name ended in a slash, which is the order of whole paths. So memory
+    holds one folder of each level, never the whole tree.
     """
 
     def __init__(self, suffixes: Collection[str], config: SourceConfig, key: str, edited: int = 0) -> None:
@@ -322,7 +314,7 @@ class Listing:
         self.unread: list[str] = []
 
     def images(self, folder: str = "", above: Metadata | None = None) -> Iterator[_Found]:
-        """The images below a relative folder. `above`: the metadata of the nearest folder above that has some."""
+        """The images below a relative folder. `above`: the metadata of the nearest folder above with some."""
         root = self._config.path
         descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short, so the kernel walks less
         try:
@@ -330,36 +322,36 @@ class Listing:
             captioned, masked = self._config.caption is None, self._config.mask == "file"
             odd = odd_names(entries)
             own = self._metadata(folder, entries)
-            beside_images, masks, references = self._marked(entries)
-            taken, left = 0, list[str]()
+            marked_files, masks, references = self._marked(entries)
+            captions_found, caption_names = 0, list[str]()
             for name in sorted(entries):
                 suffix = os.path.splitext(name)[1]
                 if name.endswith("/"):
                     yield from self.images(folder + name, own or above)
-                elif name in beside_images:
+                elif name in marked_files:
                     continue
                 elif suffix.lower() in self._suffixes:
-                    captions = beside(name, entries, odd)
-                    taken += sum(each in entries for each in captions)
+                    captions = caption_files(name, entries, odd)
+                    captions_found += sum(each in entries for each in captions)
                     usual_mask = usual_mark(name, MASK)
                     mask = (masks and masks.get(owner(name))) or usual_mask
                     # The listing shows what is missing. A stat would be a round trip on a network file system.
-                    known = entries if captioned else entries & {name, mask}
-                    asked = [name, *captions, *([mask] if masked else [])]
-                    files = [_seen(file, descriptor) if file in known else _MISSING for file in asked]
+                    present = entries if captioned else entries & {name, mask}
+                    listed = [name, *captions, *([mask] if masked else [])]
+                    files = [_size_and_time(file, descriptor) if file in present else _MISSING for file in listed]
                     edited = [found.get(owner(name)) or usual_mark(name, mark) for mark, found in references.items()]
-                    files += [_seen(each, descriptor) for each in edited]
+                    files += [_size_and_time(each, descriptor) for each in edited]
                     reference = edited if len(edited) > 1 else edited[0] if edited else None
                     row = None if (table := own or above) is None else table.row(folder + name, captions[1] in entries)
-                    stem = os.path.splitext(name)[0]
+                    usual = usual_files(os.path.splitext(name)[0])
                     own_mask = mask if masked and mask != usual_mask else None
-                    yield folder + name, files, None if captions == usual(stem) else captions, row, reference, own_mask
+                    yield folder + name, files, None if captions == usual else captions, row, reference, own_mask
                 elif suffix.lower() in CAPTIONS:
-                    left.append(name)
+                    caption_names.append(name)
                 elif name not in METADATA:
                     self.ignored[f"{suffix or 'other'} file"[:20]] += 1
-            if len(left) > taken and reads_captions(self._config):
-                self.unread += _of_no_image(folder, left, entries)
+            if len(caption_names) > captions_found and reads_captions(self._config):
+                self.unread += _without_image(folder, caption_names, entries)
             if own is not None:
                 own.log_unused()
         finally:
@@ -370,39 +362,39 @@ class Listing:
         return Metadata(folder, names[0], self._config, self._key) if names else None
 
     def _marked(self, entries: Collection[str]) -> tuple[set[str], dict[str, str], dict[str, dict[str, str]]]:
-        """The masks and references in a folder, which are no images of their own; the name of a mask by its owner; and
-        that of references by their mark. Those that the source does not ask for are counted in `ignored`."""
-        marked_by, beside = dict[str, dict[str, str]](), set[str]()
+        """All masks and references in a folder, which are no images by themselves; the masks by owner; the references
+        by mark and owner. Counts those that the source does not use in `ignored`."""
+        marked_by, all_marked = dict[str, dict[str, str]](), set[str]()
         referring = {name for name in entries if REFERENCE in name.lower()}
-        asked = [(MASK, self._config.mask == "file", entries)]
-        asked += [(each, each in self._edited, referring) for each in reference_marks(MOST_REFERENCES)]
-        for mark, used, names in asked:
+        marks = [(MASK, self._config.mask == "file", entries)]
+        marks += [(each, each in self._edited, referring) for each in reference_marks(MOST_REFERENCES)]
+        for mark, used, names in marks:
             found = marked(names, mark)
             if found and not used:
                 owners = {owner(name) for name in entries if name not in found and _is_image(name)}
                 found = {name: stem for name, stem in found.items() if stem in owners}
                 self.ignored[mark.removeprefix(".")] += len(found)
-            beside |= found.keys()
+            all_marked |= found.keys()
             marked_by[mark] = {stem: name for name, stem in found.items()} if used else {}
         references = {mark: marked_by[mark] for mark in self._edited}
         self.masks += len(marked_by[MASK])
         self.references += sum(map(len, references.values()))
-        return beside, marked_by[MASK], references
+        return all_marked, marked_by[MASK], references
 
 
 def _is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
-def _of_no_image(folder: str, names: Sequence[str], entries: Collection[str]) -> list[str]:
-    """Files of captions of a folder that have the name of no image or video there."""
-    images = [plain(name) for name in entries if os.path.splitext(name)[1].lower() in (*SUFFIXES, *VIDEOS)]
+def _without_image(folder: str, names: Sequence[str], entries: Collection[str]) -> list[str]:
+    """The caption files of a folder that have the name of no image or video there."""
+    images = [plain_name(name) for name in entries if os.path.splitext(name)[1].lower() in (*SUFFIXES, *VIDEOS)]
     stems = {each for name in images for each in (name, os.path.splitext(name)[0])}
-    return [folder + name for name in names if plain(os.path.splitext(name)[0]) not in stems]
+    return [folder + name for name in names if plain_name(os.path.splitext(name)[0]) not in stems]
 
 
 def _entries(descriptor: int, ignored: Counter[str]) -> set[str]:
-    """Names in a folder, but for hidden ones, which macOS and notebooks leave. Those of folders end in a slash."""
+    """Names in a folder, without hidden ones, as macOS and notebooks leave them. Names of folders end in a slash."""
     entries = set()
     with os.scandir(descriptor) as scanned:
         for entry in scanned:
@@ -424,8 +416,8 @@ def _is_folder(link: os.DirEntry) -> bool:
         raise
 
 
-def _seen(name: str | Path, descriptor: int | None = None) -> tuple[int, int]:
-    """Bytes of a file, and the time of its last change in nanoseconds."""
+def _size_and_time(name: str | Path, descriptor: int | None = None) -> tuple[int, int]:
+    """The bytes of a file, and the time of its last change in nanoseconds."""
     try:
         status = os.stat(name, dir_fd=descriptor)
         return status.st_size, status.st_mtime_ns
@@ -450,18 +442,18 @@ class FrameFolder(Item):
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         folder = self.root / self.name
-        files = usual(folder.name)
+        files = usual_files(folder.name)
         captions = captions_of(self.root, folder.parent, files, self.follow_links) if self.captioned else ()
-        return Contents(lambda: (decode(each, max_pixels) for each in self._taken()), self._digest, captions)
+        return Contents(lambda: (decode(each, max_pixels) for each in self._frames()), self._digest, captions)
 
     def _digest(self) -> int:
         digest = xxhash.xxh3_64()
         with contextlib.suppress(Unusable):  # decoding raises it
-            for data in self._taken():
+            for data in self._frames():
                 digest.update(data)
         return digest.intdigest()
 
-    def _taken(self) -> Iterator[bytes]:
+    def _frames(self) -> Iterator[bytes]:
         """The bytes of each frame of the clip."""
         folder = self.root / self.name
         try:
@@ -509,7 +501,7 @@ class FrameFolders:
 
 
 def frames_within(names: list[str]) -> list[str]:
-    """The images among file names but for hidden ones, sorted by their last numbers: `2.png` before `10.png`."""
+    """The images among file names, without hidden ones, sorted by their last numbers: `2.png` before `10.png`."""
 
     def number(name: str) -> tuple[int, str]:
         found = re.findall(r"\d+", os.path.splitext(name)[0])
@@ -519,36 +511,33 @@ def frames_within(names: list[str]) -> list[str]:
 
 
 def _digested_frames(root: Path, digest: xxhash.xxh3_128, ignored: Counter[str]) -> Iterator[Entry]:
-    """Entries of folders with images. Names and sizes of images, and sizes of captions, are digested.
+    """Entries of folders with images. Digests the names and sizes of images, and the sizes of captions.
 
-    Other files, and images outside a folder, are counted in `ignored`.
+    Counts other files, and images outside a folder, in `ignored`.
     """
-    for folder in _below(root, ignored):
+    for folder in _folders_below(root, ignored):
         names = os.listdir(folder)
-        frames = frames_within(names)
-        taken = frames if folder != root else []
-        for name in set(names) - set(taken):
+        frames = frames_within(names) if folder != root else []
+        for name in set(names) - set(frames):
             if (suffix := os.path.splitext(name)[1]) not in (".json", ".txt") and (folder / name).is_file():
                 ignored[f"{suffix or 'other'} file"[:20]] += 1
-        if taken:
+        if frames:
             name = os.path.relpath(folder, root)
             files = [*(folder / frame for frame in frames), Path(f"{folder}.json"), Path(f"{folder}.txt")]
-            sizes, times = zip(*map(_seen, files), strict=True)
+            sizes, times = zip(*map(_size_and_time, files), strict=True)
             lines = [f"{os.path.relpath(each, root)}\0{size}\n" for each, size in zip(files, sizes, strict=True)]
             digest.update(os.fsencode("".join(lines)))
-            frames_digest, when = (_digest_of(each) for each in ("".join(lines[:-2]), str(times)))
-            yield Entry(name, 1, frames_digest, f"{sizes[-2]} {sizes[-1]}", when)
+            contents, changed = (
+                xxhash.xxh3_64_hexdigest(os.fsencode(each)) for each in ("".join(lines[:-2]), str(times))
+            )
+            yield Entry(name, 1, contents, f"{sizes[-2]} {sizes[-1]}", changed)
 
 
-def _digest_of(text: str) -> str:
-    return xxhash.xxh3_64_hexdigest(os.fsencode(text))
-
-
-def _below(folder: Path, ignored: Counter[str]) -> Iterator[Path]:
-    """A folder and all below it, sorted. Linked folders are counted in `ignored`."""
+def _folders_below(folder: Path, ignored: Counter[str]) -> Iterator[Path]:
+    """A folder and all below it, sorted. Counts linked folders in `ignored`."""
     yield folder
     with os.scandir(folder) as entries:
         found = list(entries)
     ignored["linked folder"] += sum(entry.is_symlink() and os.path.isdir(entry) for entry in found)
     for name in sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False)):
-        yield from _below(folder / name, ignored)
+        yield from _folders_below(folder / name, ignored)

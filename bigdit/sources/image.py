@@ -1,7 +1,7 @@
 """Decodes the bytes of a file to an image for encoders: upright, opaque, 8 bits, RGB or gray.
 
-References are the images that samples are edits of: `x.reference.png` beside `x.png`, and for further ones
-`x.reference2.png` and so on; or a column of a table. Crops and mirror images of an image are samples too.
+References are the images before an edit. They are `x.reference.png` beside `x.png`, `x.reference2.png` and so on, or a
+column of a table. Crops and mirror images of an image are samples too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import xxhash
@@ -22,7 +22,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from bigdit.config.data import MAX_PIXELS
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
-from bigdit.sources.protocol import Contents, Fit, Item, Several, Source, Unusable
+from bigdit.sources.protocol import Contents, DerivedItem, Fit, Item, Several, Source, Unusable
 
 # The formats of data sets. Pillow's other decoders are never tried: some start programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
@@ -38,7 +38,7 @@ _UNREAD = {
 }
 
 MAX_ASPECT = 100
-"""The most that the longer side is times the shorter one. A bucket would keep next to nothing of longer images."""
+"""The largest ratio of the sides of an image. A bucket would keep next to nothing of longer ones."""
 
 # Pillow only warns between its limit and twice the limit. `check_pixels` rejects such images.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -66,9 +66,9 @@ def alpha(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image | None:
 
 @contextlib.contextmanager
 def opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
-    """An image whose pixels are not decoded yet. Raises Unusable, with the reason, for one that is too large, and for
+    """Open an image without decoding its pixels. Raises Unusable, with the reason, for one that is too large, and for
     whatever Pillow raises while the image is used."""
-    # Pillow has one limit for the process, and raises at twice the limit, before ours is checked.
+    # Pillow has one limit for the process, and raises at twice that limit before check_pixels can.
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -82,7 +82,7 @@ def opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
     except UnidentifiedImageError:
         raise Unusable(_unknown_format(data)) from None
     except Exception as error:  # Pillow's decoders raise many classes on damaged files
-        # Without addresses of objects, so that the same image gives the same reason.
+        # Addresses of objects would give the same image another reason each time.
         reason = re.sub(r" object at 0x[0-9a-f]+", "", " ".join(str(error).split()))
         raise Unusable(f"damaged image: {type(error).__name__}: {reason}") from None
 
@@ -101,7 +101,7 @@ def _too_large(pixels: str, max_pixels: int) -> Unusable:
 
 
 def _unknown_format(data: bytes) -> str:
-    """What a file is that Pillow does not know or must not try, by its first bytes."""
+    """What the first bytes say of a file that Pillow does not know or must not try."""
     if is_lfs_pointer(data):
         return f"image {IS_LFS_POINTER}"
     if not data:
@@ -136,14 +136,14 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 MASK, REFERENCE = ".mask", ".reference"
-"""How the stems of masks and references end."""
+"""The ends of the stems of masks and references."""
 
 OTHER_MASKS = ("_mask", "-masklabel")
-"""How those of masks end for other trainers; OneTrainer's have the second."""
+"""The same of masks for other trainers. OneTrainer's have the second."""
 
 
 def reference_marks(references: int) -> list[str]:
-    """How the stems of so many references end: .reference, .reference2, …"""
+    """The ends of the stems of so many references: .reference, .reference2, …"""
     return [REFERENCE, *(f"{REFERENCE}{number}" for number in range(2, references + 1))][:references]
 
 
@@ -153,9 +153,11 @@ def usual_mark(image: str, mark: str) -> str:
 
 
 def marked(names: Collection[str], mark: str) -> dict[str, str]:
-    """The images among the `names` of a folder whose stem ends with a mark, whatever their suffix and capitals are, and
-    what they belong to, as `owner` has it. PNG come last. Masks of other trainers come first; they need that image, and
-    no text of their own."""
+    """The images of a folder whose stem ends with a mark, in any case and with any suffix, by name. PNG come last.
+
+    The values are the stems of the images that they belong to, as from `owner`. Masks of other trainers come first.
+    They need that image, and no text of their own.
+    """
     others: dict[str, str] = {}
     for end in OTHER_MASKS if mark == MASK else ():
         others |= _ending(names, end)
@@ -167,7 +169,7 @@ def marked(names: Collection[str], mark: str) -> dict[str, str]:
 
 
 def _ending(names: Collection[str], end: str) -> dict[str, str]:
-    """The images whose stem ends so, PNG last, and the rest of their stem."""
+    """The images whose stem ends with `end`, and the rest of that stem. PNG come last."""
     found = {}
     for name in names:
         if end in name.lower():
@@ -178,12 +180,12 @@ def _ending(names: Collection[str], end: str) -> dict[str, str]:
 
 
 def owner(image: str) -> str:
-    """What marks of an image name: its stem, composed."""
+    """The stem of an image, composed, as masks and references name it."""
     return unicodedata.normalize("NFC", os.path.splitext(image)[0])
 
 
 def with_references(contents: Contents, files: Sequence[bytes], max_pixels: int) -> Contents:
-    """The contents of an edit of the images in these files."""
+    """The contents of an edit, with the images before the edit in these files."""
 
     def digest() -> int:
         found = contents.digest()
@@ -191,43 +193,32 @@ def with_references(contents: Contents, files: Sequence[bytes], max_pixels: int)
             found = xxhash.xxh3_64_intdigest(data, found)
         return found
 
-    decoded = tuple(functools.partial(_decoded, data, max_pixels) for data in files)
-    return replace(contents, digest=digest, references=decoded)
+    decoders = tuple(functools.partial(decode_part, "reference", data, max_pixels) for data in files)
+    return replace(contents, digest=digest, references=decoders)
 
 
-def _decoded(data: bytes, max_pixels: int) -> Image.Image:
+def decode_part(part: str, data: bytes, max_pixels: int) -> Image.Image:
+    """As `decode`, for the mask or a reference of an image. Errors name the part."""
     try:
         return decode(data, max_pixels)
     except Unusable as error:
-        raise Unusable(f"reference: {error}") from None
+        raise Unusable(f"{part}: {error}") from None
 
 
-@dataclass(frozen=True)
-class VariedItem(Item):
-    """An item cropped at `crop_at`, and mirrored if `flipped`."""
-
-    index: int
-    name: str
-    item: Item
-    crop_at: float
-    flipped: bool
-
-    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
-        """As Item.read."""
-        contents = self.item.read(max_pixels)
-        found = replace(contents, fit=Fit(self.crop_at))
-        if not self.flipped:
-            return found
-        mask = contents.mask
-        turned = None if mask is None else lambda: None if (read := mask()) is None else _flipped(read)
-        return replace(found, decode=lambda: _mirrored(contents.decode()), mask=turned)
+def _crop_and_flip(crop_at: float, flipped: bool, contents: Contents) -> Contents:
+    cropped = replace(contents, fit=Fit(crop_at))
+    if not flipped:
+        return cropped
+    mask = contents.mask
+    flipped_mask = None if mask is None else lambda: None if (read := mask()) is None else _flip(read)
+    return replace(cropped, decode=lambda: _flip_all(contents.decode()), mask=flipped_mask)
 
 
-def _mirrored(found: Image.Image | Iterator[Image.Image]) -> Image.Image | Iterator[Image.Image]:
-    return _flipped(found) if isinstance(found, Image.Image) else map(_flipped, found)
+def _flip_all(found: Image.Image | Iterator[Image.Image]) -> Image.Image | Iterator[Image.Image]:
+    return _flip(found) if isinstance(found, Image.Image) else map(_flip, found)
 
 
-def _flipped(image: Image.Image) -> Image.Image:
+def _flip(image: Image.Image) -> Image.Image:
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 
 
@@ -240,7 +231,8 @@ class Varied(Several):
         self._crops = crops
         super().__init__(source, len(self._variants), f"as {self._variants}")
 
-    def _item(self, index: int, item: Item) -> VariedItem:
+    def _item(self, index: int, item: Item) -> DerivedItem:
         place, flipped = self._variants[index % len(self._variants)]
-        named = item.name if self._crops == 1 else f"{item.name} cropped at {place:g}"
-        return VariedItem(index, f"{named} mirrored" if flipped else named, item, place, flipped)
+        name = item.name if self._crops == 1 else f"{item.name} cropped at {place:g}"
+        change = functools.partial(_crop_and_flip, place, flipped)
+        return DerivedItem(index, f"{name} mirrored" if flipped else name, item, change)

@@ -1,8 +1,7 @@
-"""Opens the sources of `data.images`: finds the kind and the files of each path, and puts all sources into one list."""
+"""Opens the sources of `data.images`: finds the kind and files of each path, and joins all sources into one list."""
 
 from __future__ import annotations
 
-import bisect
 import glob
 import itertools
 import os
@@ -23,17 +22,17 @@ from bigdit.sources.disk import not_there
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import FrameFolders, ImageFolder
 from bigdit.sources.image import SUFFIXES, Varied
-from bigdit.sources.protocol import Contents, Entry, Item, Source
+from bigdit.sources.protocol import Contents, Entry, Item, Source, cut
 from bigdit.sources.tables import Rows, TableSource
-from bigdit.sources.text_rows import METADATA, has_metadata, text_rows
+from bigdit.sources.text_rows import METADATA, has_metadata, open_rows
 from bigdit.sources.videos import Clip, Clips
 from bigdit.sources.webdataset import WebDataset
 
-INDEX = "index"  # the folder within data.features for listings and indices of sources
+INDEX = "index"  # the folder in data.features for listings and indices of sources
 
 
 class Limits(NamedTuple):
-    """The sizes of a source's images that are used, and those to train at: see DataConfig and SourceConfig."""
+    """Which sizes of images are used, and the buckets to train at: see DataConfig and SourceConfig."""
 
     max_pixels: int = MAX_PIXELS
     min_side: int = 1
@@ -42,7 +41,7 @@ class Limits(NamedTuple):
 
     @property
     def changed(self) -> dict[str, Any]:
-        """Those that are not the defaults, as JSON has them."""
+        """The values that are not the defaults, as in JSON."""
         found = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
         return found | ({"buckets": [list(bucket) for bucket in self.buckets]} if self.buckets else {})
 
@@ -65,7 +64,7 @@ class ListedItem(Item):
 
 
 class SourceList:
-    """Sources one after another. A source that is appended leaves earlier indices as they were.
+    """Sources one after another. To append a source changes no earlier index.
 
     `class_names`: the names of classes 0, 1, …, if they have names.
     """
@@ -82,15 +81,10 @@ class SourceList:
         known = {name for source in sources for name in source.class_names}
         self.class_names = sorted(known) if class_names is None else list(class_names)
         self._ends = list(itertools.accumulate(len(source) for source in sources))
-        # Other limits skip other images, and other buckets give other latents.
+        # With other limits, other images are skipped. With other buckets, latents differ.
         identities = [source.identity | each.changed for source, each in zip(sources, limits, strict=True)]
         digest = xxhash.xxh3_128_hexdigest("\n".join(identity["digest"] for identity in identities).encode())
-        self.identity: dict[str, Any] = {
-            "kind": "list",
-            "count": self._ends[-1],
-            "digest": digest,
-            "sources": identities,
-        }
+        self.identity: dict[str, Any] = {"kind": "list", "count": len(self), "digest": digest, "sources": identities}
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -100,15 +94,11 @@ class SourceList:
         return itertools.chain.from_iterable(source.entries() for source in self.sources)
 
     def items(self, start: int, end: int) -> list[ListedItem]:
-        """Items [start, end) of the whole list. With several sources, names begin with the source."""
+        """Items [start, end) of the whole list. Their names begin with the source if there are several."""
         found: list[ListedItem] = []
-        for number in range(bisect.bisect_right(self._ends, start), len(self.sources)):
-            first = self._ends[number - 1] if number else 0
-            if first >= end:
-                break
+        for number, first, begin, stop in cut(self._ends, start, end):
             prefix = f"{self._titles[number]}: " if len(self.sources) > 1 else ""
-            inner = self.sources[number].items(max(start - first, 0), min(end, self._ends[number]) - first)
-            limits = self._limits[number]
+            inner, limits = self.sources[number].items(begin, stop), self._limits[number]
             found += [ListedItem(first + item.index, prefix + item.name, item, limits) for item in inner]
         return found
 
@@ -116,13 +106,13 @@ class SourceList:
 def open_source(data: DataConfig) -> SourceList:
     """List the sources of `data.images`, without reading images.
 
-    Raises UserError with all problems of all sources: missing, empty, damaged or hostile files.
+    Raises UserError with the problems of all sources: missing, empty, damaged or hostile files.
     """
     sources: list[Source] = []
     problems: list[str] = []
     for number, config in enumerate(data.images):
         try:
-            sources.append(_clips(config, data, _key(data, number)))
+            sources.append(_open(config, data, _key(data, number)))
         except UserError as error:
             problems += error.problems
     if problems:
@@ -132,17 +122,16 @@ def open_source(data: DataConfig) -> SourceList:
 
 
 def check_sources(data: DataConfig, *, listed: bool) -> list[str]:
-    """The sources of `data.images` that do not exist here; they are not checked.
+    """Check the settings of `data.images`, and return the sources that do not exist here.
 
-    Raises UserError for settings that a source's kind does not have. If all exist and should be `listed`, raises as
-    open_source does; but tars are not listed, since that writes an index.
+    Raises UserError for settings that the kind of a source does not have. If all exist and should be `listed`, raises
+    as open_source does. Tars are not listed, since that writes an index.
     """
     kinds, missing, problems = set[SourceKind](), list[str](), list[str]()
     for number, config in enumerate(data.images):
-        key, there = _key(data, number), config.path.exists() or is_pattern(config.path)
-        problems += _of_other_machines(config.path, key)
-        missing += [] if there else [f"{key}: {config.path}"]
-        if there or config.kind is not None:  # else its kind is unknown
+        key, exists = _key(data, number), config.path.exists() or is_pattern(config.path)
+        missing += [] if exists else [f"{key}: {config.path}"]
+        if _is_url(config.path) or exists or config.kind is not None:  # else its kind is unknown
             try:
                 kinds.add(_checked_kind(config, data, key))
             except UserError as error:
@@ -158,34 +147,36 @@ def _key(data: DataConfig, number: int) -> str:
     return "data.images" if len(data.images) == 1 else f"data.images[{number}]"
 
 
-def _clips(config: SourceConfig, data: DataConfig, key: str) -> Source:
+def _open(config: SourceConfig, data: DataConfig, key: str) -> Source:
+    """A source with its clips, caption rules, crops and mirror images."""
     frames = _frames(config, data)
     clip = None if data.fps is None or frames is None else Clip(data.fps, frames)
-    source = _open(config, data, key, clip)
-    source = source if clip is None or config.clips == 1 else Clips(source, config.clips, clip)
-    rules = Rules.of(config)
-    if rules is not None and (joined := rules.joined):
-        log.notice(f"{key}.{joined}")
-    source = source if rules is None else Ruled(source, rules)
+    source = _open_files(config, data, key, clip)
+    if clip is not None and config.clips > 1:
+        source = Clips(source, config.clips, clip)
+    if (rules := Rules.of(config)) is not None:
+        if joined := rules.joined:
+            log.notice(f"{key}.{joined}")
+        source = Ruled(source, rules)
     return Varied(source, config.crops, config.flip) if config.crops > 1 or config.flip else source
 
 
 def _frames(config: SourceConfig, data: DataConfig) -> int | None:
-    """The most frames of the source's buckets; None if all are of images."""
+    """The most frames of the source's buckets; None if all are for images."""
     videos = [bucket for bucket in config.buckets or data.buckets if len(bucket) == 3]
     return max(map(frames_of, videos), default=None)
 
 
-def _of_other_machines(path: Path, key: str) -> list[str]:
-    """Why a URL is no source."""
-    if not re.match(r"\w{2,}:/", str(path)):
-        return []
-    return [f"{key}: {path} is a URL, and images are read from this machine; download them, and name their folder"]
+def _is_url(path: Path) -> bool:
+    return re.match(r"\w{2,}:/", str(path)) is not None
 
 
 def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKind:
-    if problems := _of_other_machines(config.path, key):
-        raise UserError(*problems)
+    if _is_url(config.path):
+        raise UserError(
+            f"{key}: {config.path} is a URL, and images are read from this machine; download them, and name their "
+            "folder"
+        )
     kind = kind_of(config, key)
     _refuse_columns(config, kind, key)
     if kind == "webdataset" and data.references:
@@ -193,17 +184,16 @@ def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKin
             f"{key}: data.references is {data.references}, and {config.path} is of kind {kind}, which has none here; "
             "use a folder or a table"
         )
-    moving, sizes = _frames(config, data) is not None, f"{key}.buckets" if config.buckets else "data.buckets"
-    if config.frame_rate is not None and not moving:
-        raise UserError(f"{key}.frame_rate is for videos, and {sizes} has no frames; leave it out")
-    if config.mask is not None and moving:
+    videos, sizes = _frames(config, data) is not None, f"{key}.buckets" if config.buckets else "data.buckets"
+    for name, is_set in ("frame_rate", config.frame_rate is not None), ("clips", config.clips > 1):
+        if is_set and not videos:
+            raise UserError(f"{key}.{name} is for videos, and {sizes} has no frames; leave it out")
+    if config.mask is not None and videos:
         raise UserError(f"{key}.mask is for images, and {sizes} has frames; leave it out")
-    if config.clips > 1 and not moving:
-        raise UserError(f"{key}.clips is for videos, and {sizes} has no frames; leave it out")
     return kind
 
 
-def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -> Source:
+def _open_files(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -> Source:
     kind = _checked_kind(config, data, key)
     rows: Rows
     match kind:
@@ -221,7 +211,7 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
             tars = files_of(config, ".tar", key)
             return WebDataset(tars, data.features / INDEX, data.workers, key, config, clip)
         case "csv" | "json":
-            rows = text_rows(config.path, key, kind)
+            rows = open_rows(config.path, key, kind)
         case "datasets" if any((config.path / name).exists() for name in (STATE, SPLITS)):
             rows = FileRows(saved_files(config, key), "arrow", str(config.path), key)
         case "datasets" | "parquet":
@@ -257,7 +247,7 @@ def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
             raise UserError(f"{key}.{name}: {config.path} is of kind {kind}; it is for folders of images; leave it out")
 
 
-FILES_MOST = 1_000_000  # of a pattern
+MOST_FILES = 1_000_000  # of a pattern
 
 KINDS: dict[str, SourceKind] = {
     ".csv": "csv",
@@ -278,15 +268,15 @@ _OTHERS = {
     ".arrow": "a part of what `datasets` saved; name its folder",
     ".txt": "a text; name the folder of its image, or write a list with image and caption as .csv or .jsonl",
 }
-STATE, SPLITS = "state.json", "dataset_dict.json"  # of a folder that `datasets` saved
-# Names as `push_to_hub` writes them: train-00000-of-00002.parquet. Older ones have a hash after the count.
+STATE, SPLITS = "state.json", "dataset_dict.json"  # in a folder that `datasets` saved
+# `push_to_hub` writes train-00000-of-00002.parquet. Older names have a hash after the count.
 _HUB_NAME = re.compile(r"(?P<split>.+?)-\d{5}-of-\d{5}(-\w+)?\.parquet")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 def kind_of(config: SourceConfig, key: str) -> SourceKind:
-    """The configured kind, or the kind of the path's files. Raises UserError if there are several."""
+    """The kind that is set, or the kind of the files of the path. Raises UserError if there are several."""
     if config.kind is not None:
         return config.kind
     suffix = config.path.suffix.lower()
@@ -373,7 +363,7 @@ def _kinds_within(folder: Path) -> set[SourceKind]:
 
 
 def _expanded(pattern: str, key: str) -> Iterator[str]:
-    """The pattern for each alternative of its braces: `{000..099}`, `{a,b}`."""
+    """The pattern with each alternative of its braces: `{000..099}`, `{a,b}`."""
     pieces = _BRACES.split(pattern)  # alternately text and the contents of braces
     choices: list[Sequence[str]] = []
     count = 1
@@ -384,8 +374,8 @@ def _expanded(pattern: str, key: str) -> Iterator[str]:
             count *= max(last - first + 1, 0)
         elif number % 2:
             count *= piece.count(",") + 1
-        if not 0 < count <= FILES_MOST:
-            raise UserError(f"{key}: {pattern} names {count} files; the limits are 1 and {FILES_MOST}")
+        if not 0 < count <= MOST_FILES:
+            raise UserError(f"{key}: {pattern} names {count} files; the limits are 1 and {MOST_FILES}")
         if numbers:
             choices.append([str(at).zfill(len(numbers[1])) for at in range(first, last + 1)])
         else:

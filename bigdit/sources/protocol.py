@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 from abc import ABC, abstractmethod
@@ -31,7 +32,7 @@ class Caption:
 class Fit:
     """How an image is fitted to a bucket. `crop_at`: 0 keeps its left or top, 1 its right or bottom, 0.5 its centre.
 
-    `min_side` and `max_upscale`: see DataConfig. `buckets`: those of its source; none: the run's.
+    `min_side` and `max_upscale`: see DataConfig. `buckets`: those of its source. Without any, the run's are used.
     """
 
     crop_at: float = 0.5
@@ -47,9 +48,8 @@ CENTRED = Fit()
 class Sample:
     """A decoded image (upright, opaque, mode RGB or L) or the frames of a video, which are decoded lazily.
 
-    It has at least one caption, or a label: the name or the number of its class. `fit`: how it is fitted to its bucket.
-    `mask`: the weight of the loss at each pixel, or what fill models paint, mode L. `references`: images that it is an
-    edit of.
+    It has at least one caption, or a label: the name or number of its class. `mask` (mode L): the weight of the loss at
+    each pixel, or what fill models paint. `references`: the images before the edit.
     """
 
     image: Image.Image | Iterator[Image.Image]
@@ -62,8 +62,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Contents:
-    """An item after its files were read: functions that decode and digest its image, its captions or label, what
-    decodes its mask, and what decodes the images that it is an edit of, which the digest is of too."""
+    """An item after its files were read. Its images are decoded and digested by functions. The digest covers mask and
+    references too."""
 
     decode: Callable[[], Image.Image | Iterator[Image.Image]]
     digest: Callable[[], int]
@@ -90,9 +90,9 @@ class Contents:
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of a source, or an image with its captions, and the `count` of its items.
+    """A file of a source, or an image with its captions, and its number of items.
 
-    `image` and `captions` describe the contents without reading them, by sizes for example. `times`: last changes.
+    `image` and `captions` describe the contents without reading them, for example by sizes. `times`: last changes.
     """
 
     name: str
@@ -113,29 +113,29 @@ class Item(ABC):
 
     @abstractmethod
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
-        """Read everything but videos. An image or a frame has at most `max_pixels`. Raises as `load`."""
+        """Read all files but videos. Raises as `load`, and Unusable for an image or a frame above `max_pixels`."""
 
     def load(self) -> Sample:
         """Read and decode. Frames of a video may raise later.
 
         Raises Unusable for a damaged image, and for captions or labels that are missing, empty or malformed. Raises
-        UserError if a file cannot be read at all: then the disk is at fault, and not the data.
+        UserError if a file cannot be read at all, since then the disk is at fault.
         """
         return self.read().sample()
 
 
 class Source(Protocol):
-    """Images in a fixed order. `class_names`: the names of classes that the source itself has."""
+    """Images in a fixed order. `class_names`: the names of the classes in the source."""
 
     @property
     def class_names(self) -> Collection[str]: ...
 
     @property
     def identity(self) -> dict[str, Any]:
-        """`kind`, `count` and `digest`, which are equal if the items and their order are.
+        """`kind`, `count` and `digest`. Two sources have the same ones if they have the same items in the same order.
 
-        They hold no paths and times, so a copied source has the same identity. The source of `open_source` also has
-        `sources`: the identity of each source in the list.
+        They hold no paths and times, so a copied source has the same identity. The identity of a SourceList also has
+        `sources`, the identity of each.
         """
         ...
 
@@ -150,8 +150,31 @@ class Source(Protocol):
         ...
 
 
+def cut(ends: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut [start, end) where joined sequences end: their number, first index, and the range within each."""
+    for number in range(bisect.bisect_right(ends, start), len(ends)):
+        first = ends[number - 1] if number else 0
+        begin, stop = max(start - first, 0), min(end, ends[number]) - first
+        if begin < stop:
+            yield number, first, begin, stop
+
+
+@dataclass(frozen=True)
+class DerivedItem(Item):
+    """An item whose contents are changed after they are read."""
+
+    index: int
+    name: str
+    item: Item
+    change: Callable[[Contents], Contents]
+
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
+        """As Item.read."""
+        return self.change(self.item.read(max_pixels))
+
+
 class Several(ABC):
-    """`count` items of each item of a source, one after another. `how`: what they are, for the digest."""
+    """`count` items derived from each item of a source, one after another. `how` describes them in the digest."""
 
     def __init__(self, source: Source, count: int, how: str) -> None:
         self._source, self._count, self.class_names = source, count, source.class_names
@@ -174,4 +197,4 @@ class Several(ABC):
 
     @abstractmethod
     def _item(self, index: int, item: Item) -> Item:
-        """The item `index`, made of `item`."""
+        """The item `index`, derived from `item`."""

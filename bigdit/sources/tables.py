@@ -1,4 +1,4 @@
-"""Tables of any format: their rows, the columns of images, captions or labels, and the source of both."""
+"""Tables of any format as sources: their rows, and their columns of images, captions or labels."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ImageBytes(Protocol):
 
 
 class Rows(Protocol):
-    """Rows in a fixed order. Equal rows have equal digests. `where` names the table in errors."""
+    """Rows in a fixed order. `digest`: equal for equal rows. `where`: the table in errors."""
 
     where: str
     digest: str
@@ -56,7 +56,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, start: int, end: int, columns: Sequence[str]) -> Sequence[Row]:
-        """Some columns of the rows [start, end). The cell of an image is an ImageBytes."""
+        """Some columns of the rows [start, end). Cells of images are ImageBytes."""
         ...
 
     def entries(self) -> Iterator[Entry]:
@@ -74,15 +74,17 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image file that a table names. It may be missing. `beside`: its path is relative to the folder of its
-    table."""
+    """An image file that a table names. It may be missing. `relative`: its path is relative to the table's folder."""
 
     path: Path
-    beside: bool = False
+    relative: bool = False
 
     def read(self) -> bytes:
-        """Raises Unusable if this file is missing, and UserError if its folder is empty, or is missing and its path is
-        absolute: a disk may come back."""
+        """The bytes of the file. Raises Unusable if it is missing.
+
+        Raises UserError if its folder is empty, or if its path is absolute and the folder is missing: a disk may come
+        back.
+        """
         with self._error_if_missing():
             return read_file(self._on_disk(), IMAGE_BYTES)
 
@@ -92,9 +94,11 @@ class ImageFile:
             yield from video_frames(self._on_disk(), clip, max_pixels)
 
     def _on_disk(self) -> Path:
-        """The path, or if only that exists: without a space at its end, with slashes for Windows' backslashes, or with
-        letters composed or decomposed in another way (NFC, NFD); or one without a suffix with that of an image, as
-        kohya's lists have them."""
+        """The path, or the first other form that exists.
+
+        The forms have no space at the end, and slashes for Windows' backslashes, in NFC or NFD. Last come the suffixes
+        of images, which kohya's lists leave out.
+        """
         text = str(self.path)
         plain = text.rstrip().replace("\\", "/")
         others = [plain, *([] if text.isascii() else [unicodedata.normalize(form, plain) for form in ("NFC", "NFD")])]
@@ -111,23 +115,25 @@ class ImageFile:
                 raise Unusable("image is a URL, which is not read; download it, and name the file") from None
             if WINDOWS.search(str(self.path)):
                 raise Unusable(f"image is {OF_WINDOWS}") from None
-            gone = self.beside and not self.path.parent.is_dir()
-            if gone or holds_files(self.path.parent):
-                relative = "; its path is relative to the table" if self.beside else ""
-                raise Unusable(f"image {self.path.name} is missing{relative}") from None
+            no_folder = self.relative and not self.path.parent.is_dir()
+            if no_folder or holds_files(self.path.parent):
+                hint = "; its path is relative to the table" if self.relative else ""
+                raise Unusable(f"image {self.path.name} is missing{hint}") from None
             raise unreadable(self.path, error) from None
         except ValueError:
             raise Unusable("path with a zero byte") from None
 
 
-_URL = re.compile(r"(^|/)[a-z][a-z0-9+.-]+:/")
-"""As a path has it."""
+_URL = re.compile(r"(^|/)[a-z][a-z0-9+.-]+:/")  # in a path, which has one slash
 
 
 @dataclass(frozen=True)
 class TableItem(Item):
-    """One row: its image, the cells of its captions or label, and the images that it is an edit of, whose number is
-    in `edited`. `clip`: the part of a video to read. `where`: the row, if its name is that of its image."""
+    """One row: its image, the cells of its captions or label, and for an edit the images before it.
+
+    `clip`: the part of a video to read. `where`: the row, if `name` is the image's. `edited`: how many references an
+    edit may have.
+    """
 
     index: int
     name: str
@@ -164,9 +170,10 @@ class TableItem(Item):
             raise Unusable(f"column {self.columns.reference} names no image")
         if len(self.references) not in self.edited:
             names = how_many(len(self.references), "image")
-            asked = f"{'min_' if len(self.references) < self.edited[0] != self.edited[-1] else ''}references"
-            limit = self.edited[0 if len(self.references) < self.edited[0] else -1]
-            raise Unusable(f"column {self.columns.reference} names {names}, and data.{asked} is {limit}")
+            least, most = self.edited[0], self.edited[-1]
+            few = len(self.references) < least
+            key = "min_references" if few and least != most else "references"
+            raise Unusable(f"column {self.columns.reference} names {names}, and data.{key} is {least if few else most}")
         try:
             return with_references(contents, [_bytes(each) for each in self.references], max_pixels)
         except Unusable as error:
@@ -193,7 +200,7 @@ class TableSource:
         clip: Clip | None = None,
         references: range = range(0),
     ) -> None:
-        """`clip`: the part of videos to read; with `references`, rows are edits of such numbers of images.
+        """`clip`: the part of videos to read. `references`: how many images come before an edit.
 
         Raises UserError, which names `key`, for missing columns or no rows.
         """
@@ -201,7 +208,7 @@ class TableSource:
         if not len(rows):
             raise UserError(f"{key}: {rows.where} has no rows")
         self._rows, self._clip, self._edited = rows, clip, references
-        # The columns are digested too: others give other features.
+        # The columns are digested too, since other columns give other features.
         edits = f" {self._columns.reference}" if references else ""
         digest = xxhash.xxh3_128_hexdigest(f"{rows.digest} {self._columns}{edits}".encode())
         self.identity = {"kind": kind, "count": len(rows), "digest": digest}
@@ -234,17 +241,17 @@ def _image(cell: Any, base: Path) -> ImageBytes | None:
         return cell
     if not isinstance(cell, str) or not cell:
         return None
-    return ImageFile(base / cell, beside=not Path(cell).is_absolute())
+    return ImageFile(base / cell, relative=not Path(cell).is_absolute())
 
 
 def _listed(cell: Any, base: Path) -> tuple[ImageBytes, ...]:
-    """The images of a cell: one, or a list of paths, which is JSON in CSV."""
+    """The images of a cell: one, or a list of paths."""
     found = (_image(each, base) for each in _values(cell))
     return tuple(each for each in found if each is not None)
 
 
 def _values(cell: Any) -> list[Any]:
-    """The values of a cell: one, or a list; in CSV it is JSON, or as Python writes it."""
+    """The values of a cell: one, or a list. In CSV the list is JSON, or as Python writes it."""
     if isinstance(cell, str) and cell.startswith("["):
         with contextlib.suppress(ValueError):
             return parse_json(cell.encode())
@@ -262,8 +269,7 @@ CAPTION_COLUMNS = ("caption", "captions", "text")
 
 @dataclass(frozen=True)
 class Columns:
-    """The column of images or their paths; the caption columns with their weights; or the column of labels; the one of
-    the images that they are edits of.
+    """The columns of images or their paths, of captions with their weights or of labels, and of references.
 
     A weight is a number, or the name of the column that holds it.
     """
@@ -282,9 +288,9 @@ class Columns:
 
 
 def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: str, edits: bool = False) -> Columns:
-    """The columns that `config` names, or those with usual names, in the table `where`.
+    """The columns that `config` names in the table `where`, or those with usual names.
 
-    Raises UserError with every column that is missing, has another type, or must be named.
+    Raises UserError for all columns that are missing, have another type, or must be named.
     """
     problems: list[str] = []
     edited = config.reference if edits else None
@@ -340,19 +346,24 @@ def _usual(
     where: str,
     key: str,
 ) -> str | None:
-    """The only column with a usual name, in any case. Without one, the only column of embedded images, if `kinds`
-    allows images."""
+    """The only column with a usual name, in any case; else the only column of embedded images, if `kinds` allows it.
+
+    Without one, adds to `problems`.
+    """
     named = {name.casefold(): name for name in sorted(found)}
     names = [named.get(name, name) for name in names]
     usual = [name for name in names if found.get(name) in kinds]
     usual = usual or [name for name, cells in found.items() if cells == "image" and "image" in kinds]
     if len(usual) == 1:
         return usual[0]
-    held = [f"{found[name]} in {name}" for name in names if name in found]
-    none = f"holds {', '.join(held)}, not {kinds[0]}" if held else f"has none of {', '.join(names)}"
-    what = f"has {', '.join(usual)}" if usual else none
-    choose = "" if held and not usual else ": say which is meant"
-    problems.append(f"{key}: {where} {what}{choose}; its columns: {', '.join(list(found)[:20]) or 'none'}")
+    others = [f"{found[name]} in {name}" for name in names if name in found]
+    if usual:
+        what = f"has {', '.join(usual)}: say which is meant"
+    elif others:
+        what = f"holds {', '.join(others)}, not {kinds[0]}"
+    else:
+        what = f"has none of {', '.join(names)}: say which is meant"
+    problems.append(f"{key}: {where} {what}; its columns: {', '.join(list(found)[:20]) or 'none'}")
     return None
 
 

@@ -1,7 +1,7 @@
 """Rows of text files: CSV (RFC 4180), TSV, JSON lists and JSONL.
 
-A file is scanned once. The offset of one row in 1024 is kept, and rows are read at offsets. UTF-16, and lists in one
-JSON value, are held in memory.
+A file is scanned once. The offset of one row in 1024 is kept, and rows are read at offsets. Files in UTF-16, and lists
+that are one JSON value, are held in memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from bigdit.sources.tables import CAPTION_COLUMNS, IMAGE_COLUMNS, Cells, Row, ca
 from bigdit.units import how_many
 
 BLOCK = 1024  # rows that are read at a time
-BLOCK_BYTES = 2**28  # 256 KiB a row: more means that a quote is never closed
+BLOCK_BYTES = 2**28  # 256 KiB a row; more means that a quote is never closed
 CHUNK_BYTES = 2**22
 HELD_BYTES = 2**30
 """The most bytes of a file that is held in memory."""
 
 
 class TextRows(ABC):
-    """Records of a text file, of which the first `headers` are no rows. `digest` is of the file's bytes."""
+    """Records of a text file: the first `headers` are headers, the others are rows. `digest` covers the file's
+    bytes."""
 
     headers: int
     columns: Mapping[str, Cells]
@@ -91,7 +92,7 @@ class TextRows(ABC):
         yield Entry(self._path.name, len(self), self.digest, "", "")
 
     def name(self, row: int) -> str:
-        """`file.csv row 17`. Row 1 is the first, after a header."""
+        """`file.csv row 17`. The first row after a header is row 1."""
         return f"{self._path.name} row {row + 1}"
 
     def base(self, row: int) -> Path:
@@ -99,7 +100,7 @@ class TextRows(ABC):
         return self._path.parent
 
     def _whole(self, key: str) -> bytes | None:
-        """The records of a file that is held in memory; None for others."""
+        """The records of a file to hold in memory; None for others."""
         with open_file(self._path) as file:
             if not file.read(2).startswith(UTF_16):
                 return None
@@ -148,7 +149,7 @@ class CsvRows(TextRows):
     headers = 1
 
     def __init__(self, path: Path, key: str) -> None:
-        """As TextRows. Raises UserError too if columns have the same name."""
+        """As TextRows. Also raises UserError if columns have the same name."""
         super().__init__(path, key)
         if not self._records:
             raise UserError(f"{key}: {path} is empty; its first line should name its columns")
@@ -190,32 +191,25 @@ class CsvRows(TextRows):
         return records
 
     def _ends(self, chunk: bytes, state: int) -> tuple[np.ndarray, int]:
-        return _record_ends(chunk, state)
+        """As TextRows. Newlines within quotes end no record. The state is 1 within quotes, else 0."""
+        data = np.frombuffer(chunk, np.uint8)
+        ends = data == ord("\n")
+        if state or b'"' in chunk:
+            inside = (np.cumsum(data == ord('"'), dtype=np.uint8) + np.uint8(state)) & 1
+            ends &= inside == 0
+            state = int(inside[-1])
+        return np.flatnonzero(ends), state
 
 
 _UNREADABLE = {
     "\0": "is not UTF-8: it has zero bytes, as other encodings do; save it as UTF-8",
     "\r": "ends its lines in a carriage return alone; save it with line feeds",
 }
-"""What a header of a CSV does not have, and what a file is that has it."""
-
-
-def _record_ends(chunk: bytes, quotes: int) -> tuple[np.ndarray, int]:
-    """Offsets of the newlines outside quotes, which end records; and 1 if the chunk ends inside quotes.
-
-    `quotes`: the same number of the chunk before.
-    """
-    data = np.frombuffer(chunk, np.uint8)
-    ends = data == ord("\n")
-    if quotes or b'"' in chunk:
-        inside = (np.cumsum(data == ord('"'), dtype=np.uint8) + np.uint8(quotes)) & 1
-        ends &= inside == 0
-        quotes = int(inside[-1])
-    return np.flatnonzero(ends), quotes
+"""Characters that no header of a CSV contains, and what is wrong with a file whose header does."""
 
 
 class JsonRows(TextRows):
-    """Objects of a JSONL file, one a line; or of a JSON list, or a mapping of images to captions or objects.
+    """Objects of a JSONL file, of a JSON list, or of a mapping from images to captions or objects.
 
     The columns are the keys of the first rows.
     """
@@ -223,15 +217,15 @@ class JsonRows(TextRows):
     headers = 0
 
     def __init__(self, path: Path, key: str) -> None:
-        """As TextRows. Raises UserError too for JSON that is no list of objects."""
+        """As TextRows. Also raises UserError for JSON that is no list of objects."""
         super().__init__(path, key)
         if not len(self):
             raise UserError(f"{key}: {path} has no rows")
         rows = [row for row in map(_parsed, self._block(0)) if not isinstance(row, Unusable)]
         self.columns: dict[str, Cells] = {}
         for name, cell in (pair for row in rows for pair in row.items() if pair[1] is not None):
-            if self.columns.get(name) not in ("text", "texts"):  # of one bad row, the others are no worse
-                self.columns[name] = _cells(cell)
+            if self.columns.get(name) not in ("text", "texts"):  # one bad row does not change the column's kind
+                self.columns[name] = _kind(cell)
         if not rows:
             lines = how_many(self._expected(0), "line")
             if self._text(0).lstrip().startswith("["):
@@ -260,10 +254,10 @@ class JsonRows(TextRows):
             return value
         if isinstance(value, dict) and all(value.keys() & {*names} for names in (IMAGE_COLUMNS, CAPTION_COLUMNS)):
             return [value]
-        told = value.values() if isinstance(value, dict) else [None]
-        if all(isinstance(each, dict) or _cells(each) in ("text", "texts") for each in told):
-            captioned = ((name, each if isinstance(each, dict) else {"caption": each}) for name, each in value.items())
-            return [{"image": name} | each for name, each in captioned]
+        cells = value.values() if isinstance(value, dict) else [None]
+        if all(isinstance(cell, dict) or _kind(cell) in ("text", "texts") for cell in cells):
+            rows = ((name, cell if isinstance(cell, dict) else {"caption": cell}) for name, cell in value.items())
+            return [{"image": name} | row for name, row in rows]
         what = "annotations of COCO" if isinstance(value, dict) and "annotations" in value else "no list"
         raise UserError(
             f'{key}: {self._path} holds {what}; expected a list such as [{{"image": "1.png", "caption": "a cat"}}]'
@@ -288,7 +282,7 @@ def _parsed(line: str) -> Row:
     return value if isinstance(value, dict) else Unusable(f"line holds {type(value).__name__}, not an object")
 
 
-def _cells(cell: Any) -> Cells:
+def _kind(cell: Any) -> Cells:
     listed = isinstance(cell, list)
     first = next(iter(cell), "") if listed else cell
     if isinstance(first, str):
@@ -296,33 +290,35 @@ def _cells(cell: Any) -> Cells:
     return "numbers" if isinstance(first, int | float) and not isinstance(first, bool) else "other"
 
 
-def text_rows(path: Path, key: str, kind: SourceKind) -> TextRows:
-    """The rows of a CSV, JSON or JSONL file. Raises UserError as these."""
+def open_rows(path: Path, key: str, kind: SourceKind) -> TextRows:
+    """The rows of a CSV, JSON or JSONL file. Raises UserError as CsvRows and JsonRows."""
     return CsvRows(path, key) if kind == "csv" else JsonRows(path, key)
 
 
 METADATA = ("metadata.jsonl", "metadata.csv")
-_NAMED = 3  # rows that a message names
+_NAMED = 3  # the rows that a message names
 
 
 def has_metadata(root: Path) -> bool:
-    """Whether a folder or one below it has a file of these names."""
+    """Whether a folder, or one below it, has a metadata file."""
     return any(name in names for _, _, names in os.walk(root) for name in METADATA)
 
 
 class Metadata:
-    """The rows of the file `name` in the relative `folder` of a source, until each is taken by its image."""
+    """The rows of the metadata file `name` in the relative `folder` of a source. Each image takes its row out."""
 
     def __init__(self, folder: str, name: str, config: SourceConfig, key: str) -> None:
-        """Read the file. Without columns of files and captions it has no rows, which is logged. Raises UserError if it
-        cannot be read, or lacks the columns of `config`."""
+        """Read the file. One without columns of files and captions has no rows, and `log_unused` says so.
+
+        Raises UserError if it cannot be read, or lacks the columns of `config`.
+        """
         path = config.path / folder / name
         if not config.follow_links and leads_out(config.path, path):
             raise UserError(f"{key}: {path} is a link out of its folder; set follow_links of the source to read it")
         self._folder, self._key, self._where = folder, key, path
         self._rows: dict[str, str] = {}
         self._problems: list[str] = []
-        rows = text_rows(path, key, "csv" if path.suffix == ".csv" else "json")
+        rows = open_rows(path, key, "csv" if path.suffix == ".csv" else "json")
         named = config.image or ("file_name" if "file_name" in rows.columns else None)
         try:
             columns = choose(config.model_copy(update={"image": named}), rows.columns, rows.where, key)
@@ -338,21 +334,23 @@ class Metadata:
                     self._problems.append(f"{key}: {rows.name(number)}: {why}")
                     continue
                 try:
-                    told = json.dumps([[each.text, each.weight] for each in captions_of(row, columns)])
+                    captions = json.dumps([[each.text, each.weight] for each in captions_of(row, columns)])
                 except Unusable as error:
-                    told = json.dumps(f"{rows.name(number)}: {error}")
-                self._rows[_plain(row[columns.image])] = told
+                    captions = json.dumps(f"{rows.name(number)}: {error}")
+                self._rows[_plain(row[columns.image])] = captions
 
     def row(self, image: str, captioned: bool) -> str | None:
-        """The captions of the relative path `image` in JSON, [[text, weight], …]; or the problem of its row. None for
-        an image that is `captioned` by a file beside it."""
-        told = self._rows.pop(_plain(image.removeprefix(self._folder)), None)
+        """Take out the captions of the relative path `image` in JSON, [[text, weight], …], or the problem of its row.
+
+        None for an image that is `captioned` by a file beside it.
+        """
+        row = self._rows.pop(_plain(image.removeprefix(self._folder)), None)
         if captioned:
             return None
-        return told or json.dumps(f"caption is missing: no file beside it, and no row of {self._where.name}")
+        return row or json.dumps(f"caption is missing: no file beside it, and no row of {self._where.name}")
 
     def log_unused(self) -> None:
-        """Log rows that cannot be read, and those that no image took."""
+        """Log rows that cannot be read, and those without an image."""
         for problem in self._problems[:_NAMED]:
             log.notice(problem)
         if (more := len(self._problems) - _NAMED) > 0:

@@ -20,12 +20,12 @@ from bigdit.errors import UserError
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
 from bigdit.sources.disk import opened_file
 from bigdit.sources.image import check_pixels, decode, flat, opened
-from bigdit.sources.protocol import Caption, Contents, Item, Several, Source, Unusable
+from bigdit.sources.protocol import Caption, Contents, DerivedItem, Item, Several, Source, Unusable
 
 T = TypeVar("T")
 
 Timed = tuple[Fraction, Fraction, T]
-"""A frame: the second at which it is first shown, its seconds if no frame follows, and the frame itself."""
+"""When a frame is first shown and how long it is shown if no frame follows, in seconds, and the frame itself."""
 
 INSTANT = Fraction(0)
 
@@ -49,10 +49,10 @@ class Clip:
 def resampled(
     timed: Iterable[Timed[T]], clip: Clip, tick: Fraction = INSTANT, began: Fraction | None = None
 ) -> Iterator[T]:
-    """The frame that is shown at each step of the clip, until the video ends.
+    """The frame that is shown at each step of the clip, until the video ends. Reads at most one frame after the clip.
 
-    `tick`: the unit of the times; a frame may be shown half of it early. `began`: the time of the first frame, if
-    `timed` begins with a later one. At most one frame after the clip is read.
+    `tick`: the unit of the times. A frame may be shown half a tick early. `began`: the time of the first frame, if
+    `timed` begins with a later one.
     """
     number, end = clip.start, clip.start + clip.frames
     shown: Timed[T] | None = None
@@ -77,7 +77,7 @@ _UNTIMED_MS = 100
 
 
 def moving_or_still(data: bytes, clip: Clip | None, max_pixels: int) -> Image.Image | Iterator[Image.Image]:
-    """The clip's frames of an animated file. Of other files, and without a clip, the image. Raises as `decode`."""
+    """The clip's frames of an animated file. For other files, and without a clip, the image. Raises as `decode`."""
     if clip is None:
         return decode(data, max_pixels)
     with opened(data, max_pixels) as image:
@@ -110,8 +110,8 @@ SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi")
 _OPTIONS = {"format_whitelist": "mov,matroska,avi", "protocol_whitelist": ""}
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 _BEFORE_S = 1
-"""Seconds before a clip that are decoded too. An index has times of decoding, and frames are shown later. Frames of the
-first half may be damaged, since they depend on earlier ones."""
+"""Seconds before a clip that are decoded too, because an index has times of decoding, and frames are shown later.
+Frames in their first half may be damaged, since they depend on earlier ones."""
 
 
 def is_video(path: Path) -> bool:
@@ -164,7 +164,7 @@ def _frames(container: Any, clip: Clip, max_pixels: int) -> Iterator[Image.Image
 
 
 def _decoded(container: Any, stream: Any) -> Iterator[Any]:
-    """The next frames, with their transparency. Raises Unusable if it cannot be decoded."""
+    """The next frames, with their transparency. Raises Unusable if the transparency cannot be decoded."""
     context = stream.codec_context
     # Matroska stores transparency apart, and marks it by an element or a tag. Most decoders ignore it.
     if "1" in (stream.metadata.get(name) for name in ("alpha_mode", "ALPHA_MODE")):
@@ -189,7 +189,7 @@ def _alpha_decoder(codec: str) -> Any:
 def _near(
     container: Any, stream: Any, clip: Clip, timed: Iterator[Timed[Any]]
 ) -> tuple[Iterator[Timed[Any]], Fraction | None]:
-    """Frames from shortly before the clip on, and the time of the first frame of the video; None without frames."""
+    """Frames from shortly before the clip on, and the time of the video's first frame. None for a video without one."""
     first = next(timed, None)
     if first is None:
         return timed, None
@@ -207,7 +207,7 @@ def _near(
 
 
 def _timed(frames: Iterator[Any], sound_from: Fraction | None = None) -> Iterator[Timed[Any]]:
-    """Frames with their times. The last one has its own duration, or that of the one before it.
+    """Frames with their times. A frame without a duration gets that of the one before it.
 
     Damaged frames before `sound_from` are left out.
     """
@@ -248,41 +248,35 @@ def _pyav(name: str) -> Any:
     return av
 
 
-@dataclass(frozen=True)
-class ClipItem(Item):
-    """Clip `number` of a video. `item` reads this clip."""
-
-    index: int
-    name: str
-    item: Item
-    number: int
-
-    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
-        """As Item.read."""
-        contents = self.item.read(max_pixels)
-        return dataclasses.replace(contents, decode=lambda: self._clip(contents.decode())) if self.number else contents
-
-    def _clip(self, found: Image.Image | Iterator[Image.Image]) -> Iterator[Image.Image]:
-        if isinstance(found, Image.Image):
-            raise Unusable("an image has one clip only")
-        return _at_least_one(found)
-
-
 class Clips(Several):
     """`count` clips of each item of a source, one after another.
 
-    The length of a video is known when it is decoded, so loading a clip beyond its end raises Unusable.
+    The length of a video is known only when it is decoded, so loading a clip beyond its end raises Unusable.
     """
 
     def __init__(self, source: Source, count: int, clip: Clip) -> None:
         super().__init__(source, count, f"in {count} clips")
         self._clip = clip
 
-    def _item(self, index: int, item: Item) -> ClipItem:
+    def _item(self, index: int, item: Item) -> DerivedItem:
         number = index % self._count
         clip = dataclasses.replace(self._clip, start=number * self._clip.frames)
-        begun = dataclasses.replace(cast(Any, item), clip=clip)  # items of all kinds have a clip
-        return ClipItem(index, f"{item.name} from {float(clip.start * clip.step):g} s", begun, number)
+        moved = dataclasses.replace(cast(Any, item), clip=clip)  # items of all kinds have a clip
+        name = f"{item.name} from {float(clip.start * clip.step):g} s"
+        return DerivedItem(index, name, moved, functools.partial(_check_clip, number))
+
+
+def _check_clip(number: int, contents: Contents) -> Contents:
+    if not number:
+        return contents
+
+    def decode() -> Iterator[Image.Image]:
+        found = contents.decode()
+        if isinstance(found, Image.Image):
+            raise Unusable("an image has one clip only")
+        return _at_least_one(found)
+
+    return dataclasses.replace(contents, decode=decode)
 
 
 def _at_least_one(frames: Iterator[Image.Image]) -> Iterator[Image.Image]:

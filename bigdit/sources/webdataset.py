@@ -1,19 +1,18 @@
 """WebDataset tars: samples are read at their offsets, by an index that is written once.
 
-Nothing is extracted. Python's tarfile reads the headers of the members, within a limit of bytes. What it lets pass is
-checked here: a missing end, a damaged header in the middle, data after the end. Links, devices and the like are
-rejected.
+Nothing is extracted. Python's tarfile reads the headers of the members, within a limit of bytes. It accepts a missing
+end, a damaged header in the middle and data after the end, so these are checked here. Links and devices are rejected.
 """
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import hashlib
 import itertools
 import multiprocessing
 import os
 import tarfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +28,11 @@ from bigdit.config.data import MAX_PIXELS, SourceConfig
 from bigdit.errors import UserError
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, open_file, replacing, write_text
 from bigdit.processes import end_with_parent
-from bigdit.sources.captions import Label, json_label, read_captions, reads_captions, usual
+from bigdit.sources.captions import Label, json_label, read_captions, reads_captions, usual_files
 from bigdit.sources.disk import CAPTION_BYTES, IMAGE_BYTES, check_size, opened_range, read_range, sampled_digest
 from bigdit.sources.file_rows import read_parquet
 from bigdit.sources.image import SUFFIXES
-from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
+from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable, cut
 from bigdit.sources.videos import SUFFIXES as VIDEOS
 from bigdit.sources.videos import Clip, contents_of, decoded_frames
 
@@ -47,8 +46,7 @@ MemberSpan = tuple[int, int] | None  # offset and size of a member
 class TarItem(Item):
     """A sample of a tar: the places of its image, video and captions.
 
-    `label`: the key of its class in `.json`. `captioned`: its own captions are read. `clip`: the part of a video to
-    read.
+    `label`: the key of its class in `.json`. `captioned`: its captions are read. `clip`: the part of a video to read.
     """
 
     index: int
@@ -91,7 +89,7 @@ class TarItem(Item):
             span = self.json if name.endswith(".json") else self.txt
             return None if span is None else self._read(span, name, CAPTION_BYTES)
 
-        return read_captions(usual(self.name.rpartition("/")[2]), read)
+        return read_captions(usual_files(self.name.rpartition("/")[2]), read)
 
     def _read(self, span: tuple[int, int], name: str, limit: int) -> bytes:
         check_size(name, span[1], limit)
@@ -99,7 +97,7 @@ class TarItem(Item):
 
 
 class WebDataset:
-    """The samples of tars, in the given order. Indices lie in the folder `cache`."""
+    """The samples of tars, in the given order. Their indices are in the folder `cache`."""
 
     class_names: Collection[str] = ()
 
@@ -114,7 +112,7 @@ class WebDataset:
     ) -> None:
         """Index new tars in `workers` processes. `clip`: the part of videos to read.
 
-        Raises UserError, which names `key`, with all tars that are rejected, and if there are no samples.
+        Raises UserError, which names `key`, for all tars that are rejected, and if there are no samples.
         """
         label = config.label
         self._tars, self._condition, self._clip = list(tars), (label, reads_captions(config)), clip
@@ -151,16 +149,10 @@ class WebDataset:
     def items(self, start: int, end: int) -> list[TarItem]:
         """Samples [start, end)."""
         found: list[TarItem] = []
-        while start < min(end, len(self)):
-            number = bisect.bisect_right(self._ends, start)
-            first = self._ends[number - 1] if number else 0
-            last = min(end, self._ends[number])
-            rows = read_parquet(self._indices[number], start - first, last - first, SCHEMA.names, ROWS)
-            tar = self._tars[number]
-            found += [
-                _item(index, tar, row, self._condition, self._clip) for index, row in enumerate(rows.to_pylist(), start)
-            ]
-            start = last
+        for number, first, begin, stop in cut(self._ends, start, end):
+            rows = read_parquet(self._indices[number], begin, stop, SCHEMA.names, ROWS).to_pylist()
+            numbered, tar = enumerate(rows, first + begin), self._tars[number]
+            found += [_item(index, tar, row, self._condition, self._clip) for index, row in numbered]
         return found
 
 
@@ -177,29 +169,24 @@ def _index(missing: Sequence[tuple[Path, Path]], workers: int) -> Iterator[str |
     """Index tars behind a progress bar. Yields for each why it is rejected, or None."""
     if not missing:
         return
-    with log.progress("index", total=len(missing), unit="tars") as advance:
-        for problem in _mapped(_index_one, missing, workers):
+    # In processes, since Python reads the headers. But workers of a pool cannot start processes.
+    workers = 1 if multiprocessing.current_process().daemon else min(workers, len(missing) // TARS_A_WORKER)
+    with contextlib.ExitStack() as stack:
+        advance = stack.enter_context(log.progress("index", total=len(missing), unit="tars"))
+        problems: Iterator[str | None] = map(_index_one, missing)
+        if workers > 1:
+            pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent)
+            problems = stack.enter_context(pool).map(_index_one, missing)
+        for problem in problems:
             advance(1)
             yield problem
-
-
-def _mapped(
-    function: Callable[[tuple[Path, Path]], str | None], pairs: Sequence[tuple[Path, Path]], workers: int
-) -> Iterator[str | None]:
-    """In processes, since Python reads the headers. Workers of a pool cannot start processes."""
-    workers = 1 if multiprocessing.current_process().daemon else min(workers, len(pairs) // TARS_A_WORKER)
-    if workers <= 1:
-        yield from map(function, pairs)
-        return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent) as pool:
-        yield from pool.map(function, pairs)
 
 
 def _index_one(pair: tuple[Path, Path]) -> str | None:
     tar, index = pair
     try:
         write_index(tar, index)
-    except RangeRefused as error:
+    except Rejected as error:
         return f"{tar} {error}"
     return None
 
@@ -214,14 +201,14 @@ SCHEMA = pa.schema(
 
 
 def index_path(tar: Path, folder: Path) -> Path:
-    """The file of a tar's index. Its name changes with the place, size and time of the tar."""
+    """The file of a tar's index. Its name changes with the path, size and time of the tar."""
     status = tar.stat()
     key = os.fsencode(f"{VERSION} {tar.absolute()} {status.st_size} {status.st_mtime_ns}")
     return folder / f"{tar.stem}-{xxhash.xxh3_64_hexdigest(key)}.parquet"
 
 
 def write_index(tar: Path, index: Path) -> None:
-    """Index a tar. Raises Refused as `members`, and UserError if the index cannot be written."""
+    """Index a tar. Raises Rejected as `members`, and UserError if the index cannot be written."""
     digest = xxhash.xxh3_128()
     samples = _samples(_digested(members(tar), digest))
     with replacing(index) as temporary, pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
@@ -261,8 +248,8 @@ def _digested(found: Iterator[Member], digest: xxhash.xxh3_128) -> Iterator[Memb
 
 
 def _samples(found: Iterator[Member]) -> Iterator[dict[str, str | int | None]]:
-    """Neighbours with the same name up to the first dot are one sample, as in WebDataset. Members without a dot, and
-    hidden ones, are ignored."""
+    """The samples. As in WebDataset, neighbours with the same name up to the first dot are one, and hidden members and
+    those without a dot are ignored."""
     for key, group in itertools.groupby(found, lambda member: _split(member.name)[0]):
         if key is not None:
             yield _sample(key, list(group))
@@ -299,12 +286,12 @@ def _text_role(suffix: str, suffixes: Collection[str]) -> str:
 
 
 TAR_BLOCK = tarfile.BLOCKSIZE
-HEADER_BYTES = 2**16  # the headers of one member, extended ones with long names and attributes included
-TAIL_BYTES = 2**20  # zeros after the end: tools fill up a record, mostly of 10 KiB
+HEADER_BYTES = 2**16  # of one member, with its extended headers of long names and attributes
+TAIL_BYTES = 2**20  # of zeros after the end: tools fill up a record, mostly of 10 KiB
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 
-class RangeRefused(Exception):
+class Rejected(Exception):
     """Why a tar is rejected."""
 
 
@@ -320,24 +307,24 @@ class Member:
 def members(path: Path) -> Iterator[Member]:
     """All regular files of the tar, in order.
 
-    Raises Refused, with the reason: for names that lead out of the tar, links, devices and sparse files; for cut,
+    Raises Rejected, with the reason, for names that lead out of the tar, links, devices and sparse files, and for cut,
     damaged, compressed and unreadable tars.
     """
     try:
         yield from _members(path)
     except OSError as error:
-        raise RangeRefused(f"cannot be read: {error.strerror}") from None
+        raise Rejected(f"cannot be read: {error.strerror}") from None
 
 
 def _members(path: Path) -> Iterator[Member]:
     with open_file(path) as file:
         headers = _Headers(file.fileno())
         if headers.pread(0, 6).startswith(COMPRESSED):
-            raise RangeRefused("is compressed, so members cannot be read at offsets; decompress it")
+            raise Rejected("is compressed, so members cannot be read at offsets; decompress it")
         if is_lfs_pointer(headers.pread(0, TAR_BLOCK)):
-            raise RangeRefused(IS_LFS_POINTER)
+            raise Rejected(IS_LFS_POINTER)
         if not headers.size:
-            raise RangeRefused("is empty")
+            raise Rejected("is empty")
         try:
             archive = tarfile.open(fileobj=headers, mode="r:")  # type: ignore[call-overload]  # noqa: SIM115
             while (member := archive.next()) is not None:
@@ -346,7 +333,7 @@ def _members(path: Path) -> Iterator[Member]:
                 if not member.isdir():
                     yield _checked(member, headers.size)
         except (tarfile.TarError, ValueError, ArithmeticError, RecursionError, LookupError) as error:
-            raise RangeRefused(f"is damaged or cut: {error}") from None
+            raise Rejected(f"is damaged or cut: {error}") from None
         _check_end(headers, archive.offset)
 
 
@@ -369,7 +356,7 @@ class _Headers:
     def read(self, count: int) -> bytes:
         self._left -= count
         if count < 0 or self._left < 0:
-            raise RangeRefused(f"has a member whose headers take more than {HEADER_BYTES} bytes")
+            raise Rejected(f"has a member whose headers take more than {HEADER_BYTES} bytes")
         data = self.pread(self._position, count)
         self._position += len(data)
         return data
@@ -385,24 +372,24 @@ def _checked(member: tarfile.TarInfo, size: int) -> Member:
     name = member.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     shown = ascii(name[:100])
     if name.startswith("/") or ".." in name.split("/"):
-        raise RangeRefused(f"has the member {shown}, whose name leads out of it")
+        raise Rejected(f"has the member {shown}, whose name leads out of it")
     if member.issym() or member.islnk():
-        raise RangeRefused(f"has the member {shown}, a link to {member.linkname[:100]!a}")
+        raise Rejected(f"has the member {shown}, a link to {member.linkname[:100]!a}")
     if member.issparse():
-        raise RangeRefused(f"has the member {shown}, a sparse file")
+        raise Rejected(f"has the member {shown}, a sparse file")
     if not member.isreg():
-        raise RangeRefused(f"has the member {shown}, a device or an unknown type")
+        raise Rejected(f"has the member {shown}, a device or an unknown type")
     if member.size < 0 or member.offset_data + member.size > size:
-        raise RangeRefused(f"is cut: {shown} of {member.size} bytes goes beyond its end")
+        raise Rejected(f"is cut: {shown} of {member.size} bytes goes beyond its end")
     return Member(name.removeprefix("./"), member.offset_data, member.size)
 
 
 def _check_end(headers: _Headers, end: int) -> None:
-    """Check what follows the last member: tarfile stops at anything that is no header."""
+    """Check what follows the last member, since tarfile stops at anything that is no header."""
     tail = headers.size - end
     if tail < TAR_BLOCK:
-        raise RangeRefused("is cut: the mark of its end is missing")
+        raise Rejected("is cut: the mark of its end is missing")
     if any(headers.pread(end, TAR_BLOCK)):
-        raise RangeRefused(f"has a damaged header at byte {end}")
+        raise Rejected(f"has a damaged header at byte {end}")
     if tail > TAIL_BYTES or any(headers.pread(end, tail)):
-        raise RangeRefused(f"has data after the mark of its end at byte {end}; tars cannot be joined by cat")
+        raise Rejected(f"has data after the mark of its end at byte {end}; tars cannot be joined by cat")

@@ -1,4 +1,2 @@
-"""Training: the step, the loop around it, what is measured and written, and the fallback where memory runs out.
-
-`processes` holds a run's processes and how they end, `monitor` its metrics and validation.
-"""
+"""Training: the step, the loop, metrics and validation (`monitor`), the fallback when memory runs out, and a run's
+processes and how they end (`processes`)."""

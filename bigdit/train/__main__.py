@@ -1,11 +1,11 @@
-"""`python -m bigdit.train`: what `bigdit train` starts as each process of a run."""
+"""`python -m bigdit.train`: each process of a run that `bigdit train` starts."""
 
 from bigdit.errors import guard
 from bigdit.train.processes.end import leave
 
 
 def _main() -> int:
-    from bigdit.train.main import main  # here, so that Ctrl-C during the import is handled as any other
+    from bigdit.train.main import main  # here: Ctrl-C during the import is handled too
 
     return main()
 

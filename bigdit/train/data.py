@@ -1,10 +1,10 @@
-"""The data of a stage's steps: a store, checked against model, encoders and plan; or images, encoded in each step."""
+"""The data of a stage: a store, checked against model, encoders and plan; or images, encoded in each step."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,12 @@ from bigdit.loader.online import RawStore, RunEncoders, more_than_planned, open_
 from bigdit.loader.order import Order
 from bigdit.loader.stages import none_left
 from bigdit.loader.stream import FeatureStream, FirstFrameChanges
-from bigdit.sampling.conditions import asked_image
+from bigdit.sampling.conditions import asked_image, class_numbers
 from bigdit.sources.open import check_sources, kind_of, open_source
 from bigdit.store import FeatureStore
 from bigdit.store.changes import not_encoded
 from bigdit.store.files import url_of
 from bigdit.store.report import caption_lines, written_report
-from bigdit.store.schema import Classes
 from bigdit.store.text import cut_line, summed
 from bigdit.strategy import BatchShape, ModelSpec, Strategy
 from bigdit.train.prepare import Prepared, paths
@@ -41,8 +40,7 @@ from bigdit.train.step import Encode, encode
 
 
 def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
-    """The store of stage `first`. Those of later stages are opened too, to check them. Raises UserError as
-    `open_store`."""
+    """The store of stage `first`; stores of later stages are checked too. Raises UserError as `open_store`."""
 
     def one(number: int) -> FeatureStore:
         each = stages[number]
@@ -52,14 +50,16 @@ def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
 
 
 def check_data(stages: Sequence[Prepared]) -> list[str]:
-    """Check what this machine has of each stage's data: its store, else its sources. Returns a line for each that is
-    missing, for sources that changed since they were encoded, and for the lengths of captions."""
+    """Check each stage's store, or else its sources, as far as this machine has them.
+
+    Returns lines about what is missing, sources that changed since they were encoded, and the lengths of captions.
+    """
 
     def one(number: int) -> list[str]:
         each = stages[number]
         data, encoders = each.stage.run.data, each.stage.run.encoders.model_dump()
         absent = [f"{key} {path}" for key, path in paths(encoders, "encoders") if not path.exists()]
-        if data.features is None:
+        if data.features is None:  # features online
             open_source(data)
             return [f"missing, and each step needs it: {', '.join(absent)}"] if absent else []
         stored = has_store(data)
@@ -79,7 +79,7 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
 
 
 def _outdated(data: DataConfig) -> list[str]:
-    """A line for each source that changed since it was encoded, where all can be listed, and nothing is written."""
+    """A line for each source that changed since it was encoded, if all can be listed. Writes nothing."""
     try:
         if any(kind_of(each, "data.images") == "webdataset" for each in data.images):
             return []
@@ -89,15 +89,15 @@ def _outdated(data: DataConfig) -> list[str]:
 
 
 def _lengths(data: DataConfig) -> list[str]:
-    """How long the captions of a store on this machine are, and how many were cut."""
+    """The lengths of captions of a store on this machine, and how many were truncated."""
     report = None if url_of(data.store) is not None else written_report(data.store)
     return [] if report is None else caption_lines(report)
 
 
 def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> FeatureStore:
-    """The store of a run. Raises UserError where its features do not fit the model, the run or the plan.
+    """The store of a run. Raises UserError if its features do not fit the model, the run or the plan.
 
-    Also where validation leaves nothing to train on, samples.captions names no class, or samples.images cannot be read.
+    Also if validation takes all samples, samples.captions names no class, or samples.images cannot be read.
     """
     store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
     tokens = 0 if store.text_shape is None else store.text_shape[0]
@@ -106,37 +106,30 @@ def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> Featur
     edited = map(store.schema.editor.latents, store.buckets) if store.schema.references else ()
     split = context_misfits(spec, run.strategy.cp, [*store.buckets, *edited], None if tokens == 0 else tokens)
     too_few = none_left(store, run.validation.samples) if run.validation is not None else []
-    if problems := [*split, *too_few, *_unknown_classes(run, store), *_unreadable_images(run)]:
+    if problems := [*split, *too_few, *_sample_problems(run, store)]:
         raise UserError(*problems)
     return store
 
 
-def _unknown_classes(run: RunConfig, store: FeatureStore) -> list[str]:
-    """What is wrong with samples.captions that name no class of the store."""
-    if run.samples is None or store.schema.classes is None:
-        return []
-    known, problems = Classes(store.schema.classes), []
-    for label in run.samples.captions:
+def _sample_problems(run: RunConfig, store: FeatureStore) -> Iterator[str]:
+    """What is wrong with samples.captions that name no class of the store, and samples.images that cannot be read."""
+    if run.samples is None:
+        return
+    labels = [("samples.captions", each) for each in run.samples.captions]
+    checks: list[Callable[[], object]] = []
+    if store.schema.classes is not None:
+        checks.append(functools.partial(class_numbers, store.schema.classes, labels))
+    for path in run.samples.images:
+        checks.append(functools.partial(asked_image, "samples.images:", path, run.data.max_pixels))
+    for check in checks:
         try:
-            known.number(label)
+            check()
         except UserError as error:
-            problems.append(f"samples.captions: {error}")
-    return problems
-
-
-def _unreadable_images(run: RunConfig) -> list[str]:
-    """What is wrong with samples.images that cannot be read."""
-    problems: list[str] = []
-    for path in run.samples.images if run.samples is not None else ():
-        try:
-            asked_image("samples.images:", path, run.data.max_pixels)
-        except UserError as error:
-            problems += error.problems
-    return problems
+            yield from error.problems
 
 
 def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:
-    """Shapes of a store's largest bucket, with text of its max_tokens where it has text."""
+    """The shapes of a store's largest bucket, with text of max_tokens if it has text."""
     latents = max(store.buckets, key=math.prod)
     wide = store.has_deviation or store.latents_dtype == torch.float32
     shape = BatchShape(latents=latents, latents_dtype="fp32" if wide else "bf16", text=store.text_shape)
@@ -150,18 +143,18 @@ def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:
 
 @dataclass(frozen=True)
 class TrainData:
-    """The samples of a `store` in an `order`. `encoders`: where each step encodes them."""
+    """The samples of a `store` in an `order`. `encoders`: None unless each step encodes its samples."""
 
     store: FeatureStore | RawStore
     encoders: RunEncoders | None
     order: Order
 
     def cut_here(self) -> list[str]:
-        """The captions that tokenizers truncated in this process, a line each."""
+        """A line for each tokenizer that truncated captions in this process."""
         return [] if self.encoders is None else [cut_line(cut, self.encoders.captions) for cut in self.encoders.cuts]
 
     def cut(self, peers: Peers, cp: int) -> list[str]:
-        """Those of all processes, which all call this; `cp` of them share a sample."""
+        """As cut_here, for all processes, which all call this; `cp` of them share a sample."""
         if self.encoders is None:
             return []
         found = peers.gather((self.encoders.captions, self.encoders.cuts))[::cp]
@@ -169,7 +162,7 @@ class TrainData:
         return [cut_line(cut, captions) for cut in summed(cut for _, cuts in found for cut in cuts)]
 
     def encode(self, strategy: Strategy) -> Encode | None:
-        """What encodes a micro-batch in the step; None where features come from a store."""
+        """The function that encodes a micro-batch in the step; None with a store of features."""
         return None if self.encoders is None else functools.partial(encode, self.encoders, strategy.encode_chunk)
 
     def stream(self, reached: Prepared, strategy: Strategy, world: World, device: torch.device) -> FeatureStream:
@@ -196,7 +189,7 @@ class TrainData:
 def open_data(start: Start, device: torch.device) -> tuple[TrainData, list[str]]:
     """The data of the current stage, with encoders on the device; and notices.
 
-    Raises UserError where it does not fit the run, the model, the plan or the checkpoint.
+    Raises UserError if it does not fit the run, the model, the plan or the checkpoint.
     """
     reached = start.reached
     strategy, stage = reached.strategy, reached.stage

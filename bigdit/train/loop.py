@@ -1,4 +1,4 @@
-"""The training loop: one flat pass from the store to the last checkpoint."""
+"""The training loop, from the store to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from bigdit.train.saves import Saves, export_due, export_missed
 from bigdit.train.state import TrainState, build_state, shape_errors
 from bigdit.train.step import Encode, StepResult, train_step
 
-# On a GPU a step that runs out is repeated with less: an error here came before the first one, or between two.
+# On a GPU a step that runs out of memory is repeated with less: other errors come before or between steps.
 _LESS = {
     "cuda": "it was in no step, so a smaller step does not help; `bigdit plan` finds what fits: an optimizer with "
     "less state, strategy.lora, CPU offload, more GPUs",
@@ -47,15 +47,15 @@ _LESS = {
 
 
 FIRST_STEP_S = 600.0
-"""Seconds that a process waits for another at least until the first step is done: loading and compiling take long."""
+"""The least seconds that a process waits for another before the first step is done: loading and compiling take
+long."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a training ended: `checkpoint` is the last one, of `step` steps; `trained` is False where all were taken
-    before.
+    """How a training ended: with `checkpoint` after `step` steps; `trained` is False if all had been taken before.
 
-    `following`: the number of the next stage, None at the end of all. `store`: where several processes agree to restart
+    `following`: the number of the next stage, None after the last one. `store`: several processes use it to restart
     for that stage.
     """
 
@@ -67,10 +67,10 @@ class Ended:
 
 
 def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
-    """Train the stage that the output's latest checkpoint belongs to, or the first one, to its end.
+    """Train the stage of the output's latest checkpoint, or the first stage, to its end.
 
-    The parts were checked against each other before. Raises UserError before the first step for what is found only now:
-    an output in use, a store of other encoders, a checkpoint of another model. Raises Stopped where `stop` says.
+    The stages were checked before. Raises UserError before the first step for an output in use, a store of other
+    encoders, or a checkpoint of another model. Raises Stopped after a signal.
     """
     run, needed = stages[0].stage.run, stages[0].strategy.engine != "single"
     on_host = any(each.strategy.cpu_offload for each in stages)
@@ -110,20 +110,18 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
 
 
 def _nothing_left(start: Start, found: checkpoint.Checkpoint, done: str, world: World) -> Ended:
-    """Write what an interrupted run had left out, and log that all steps were taken."""
+    """Write the export that an interrupted run left out, and log that all steps were taken."""
     run = start.reached.stage.run
     log_lines(world, [done])
     if world.is_main:
         export_missed(run, start.ends, found)
-    if not (run.output / RECEIPT).exists():
-        log_lines(
-            world, [f"{run.output / RECEIPT} is missing: the run was interrupted before it was written"], notes=True
-        )
+    if not (path := run.output / RECEIPT).exists():
+        log_lines(world, [f"{path} is missing: the run was interrupted before it was written"], notes=True)
     return Ended(found.folder, start.step, trained=False)
 
 
 def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: float) -> Path:
-    """Take the steps of the current stage; returns its last checkpoint. Raises Stopped where `stop` says."""
+    """Take the steps of the current stage; returns its last checkpoint. Raises Stopped after a signal."""
     stage, strategy = start.reached.stage, state.strategy
     run, world, device = stage.run, state.peers.world, state.engine.device
     if stage.count > 1:
@@ -133,8 +131,9 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
         monitor = open_monitor(start, data, stream, state, stack)
         steps = stack.enter_context(closing(stream.steps(start.step, stage.end)))
         record = _record(start, state)
-        replicas = _replicas(run, state)
-        stop.begin(start.step)  # the groups up to here are training's own
+        every = None if state.meter.emulated else run.train.compare_replicas_every  # an emulated GPU computes nothing
+        replicas = ReplicaCheck(state.engine, state.ema, state.peers, every)
+        stop.begin(start.step)  # the process groups so far are training's own
         saves = _saves(start, data, state, monitor.metrics, record, stack)
         smaller = state.fallback, state.smaller, state.peers
         recovery = stack.enter_context(Recovery(run, world, device, *smaller, saves, stop))
@@ -145,7 +144,7 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
             with monitor.metrics.waiting_for_data():
                 micro_batches = next(steps)
             lr = learning_rate(run, step - stage.start)
-            torch.manual_seed(step_seed(run.train.seed, step))  # bf16_sr rounds with it
+            torch.manual_seed(step_seed(run.train.seed, step))  # for the rounding of bf16_sr
             graphs.begin()
             with shape_errors(run):
                 result = _step(state, recovery, step, micro_batches, lr, encode)
@@ -155,12 +154,12 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
             monitor.add(done, optim.effective_lr(state.engine.optimizer, lr), result, micro_batches)
             if not cut and (cut := data.cut_here()):
                 log_lines(world, cut, notes=True)
-            del micro_batches  # else they stay allocated while the next ones are read
+            del micro_batches  # frees them before the next ones are read
             if done == start.step + 1:
                 stop.answer_within(run.train.timeout)
             if done == start.step + MEASURED_STEPS:
                 _keep(world, record.model_copy(update={"measured": state.meter.measured}))
-                log_lines(world, _against_plan(state))
+                log_lines(world, _compare_with_plan(state))
             signum = stop.asked(done)
             whole, snapshot = saves.due(done) or signum, saves.snapshot_due(done)
             replicas.add(done, saved=bool(whole or snapshot))
@@ -170,7 +169,7 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
                 saves.snapshot(done)
             if signum and done < start.ends[-1]:
                 raise Stopped(signum, done, _saved(saves, done))
-        stop.answer_within(max(run.train.timeout, FIRST_STEP_S))  # the main process still decodes its last images
+        stop.answer_within(max(run.train.timeout, FIRST_STEP_S))  # the main process still decodes images
         last = _saved(saves, stage.end)
         log_lines(world, data.cut(state.peers, state.strategy.cp), notes=True)
         if world.is_main:
@@ -182,22 +181,18 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
 def _step(
     state: TrainState, recovery: Recovery, step: int, micro_batches: Sequence[Micro], lr: float, encode: Encode | None
 ) -> StepResult:
-    """The step after `step` finished ones."""
+    """Take the step after `step` finished ones."""
     engine, family, objective = state.engine, state.family, state.objective
     with state.meter.step() as phase, recovery.step(step, phase) as noted:
         return train_step(engine, family, objective, micro_batches, lr=lr, ema=state.ema, phase=noted, encode=encode)
 
 
-def _replicas(run: RunConfig, state: TrainState) -> ReplicaCheck:
-    """On an emulated GPU, which computes nothing, there is nothing to compare."""
-    every = None if state.meter.emulated else run.train.compare_replicas_every
-    return ReplicaCheck(state.engine, state.ema, state.peers, every)
-
-
-def _against_plan(state: TrainState) -> list[str]:
-    """Measured against planned memory, where both are known."""
-    reserved = state.meter.peak_reserved_bytes
-    return [] if state.planned is None or reserved is None else [state.planned.compared(reserved)]
+def _compare_with_plan(state: TrainState) -> list[str]:
+    """A line that compares measured and planned memory, if both are known."""
+    measured, planned = state.meter.measured, state.planned
+    if planned is None or measured is None or measured.peak_reserved_bytes is None:
+        return []
+    return [planned.compared(measured.peak_reserved_bytes)]
 
 
 def _record(start: Start, state: TrainState) -> RunRecord:
@@ -226,21 +221,21 @@ def _saves(
         "data": data_state(data.store, data.order, run.train.seed).model_dump(mode="json"),
     }
     keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
-    peers = checkpoint.Peers(state.peers.world)  # the saving thread's own: training uses the other meanwhile
+    peers = checkpoint.Peers(state.peers.world)  # for the saving thread alone: training uses the other meanwhile
     export = functools.partial(export_due, run, start.ends)
     saver = stack.enter_context(checkpoint.Saver(run.output, peers, keeping, found=start.found, then=export))
     return Saves(run, state.engine, state.ema, saver, metrics, described, start.step, stage.end)
 
 
 def _saved(saves: Saves, step: int) -> Path:
-    """The checkpoint of all `step` steps, of which at least one was taken."""
+    """The checkpoint after `step` steps, at least one."""
     last = saves.save_now(step)
     assert last is not None
     return last
 
 
 def _keep(world: World, record: RunRecord) -> None:
-    """Write run.json for the run's page. An error is logged: no run ends for its page."""
+    """Write run.json for the run's page. An error is only logged."""
     if world.is_main:
         try:
             record.write()
@@ -249,7 +244,7 @@ def _keep(world: World, record: RunRecord) -> None:
 
 
 def learning_rate(run: RunConfig, step: int) -> float:
-    """The rate of step number `step` (from 0): linear warm-up to the optimizer's lr, then train.lr_schedule.
+    """The learning rate of step number `step` (from 0): linear warm-up to the optimizer's lr, then train.lr_schedule.
 
     Source: Loshchilov & Hutter, arXiv:1608.03983, equation 5, without restarts (cosine); Hägele et al.,
     arXiv:2405.18392, the cooldown "1 − sqrt" (wsd).
@@ -268,7 +263,7 @@ def learning_rate(run: RunConfig, step: int) -> float:
 
 
 def write_receipt(start: Start, data: TrainData, state: TrainState, monitor: Monitor, began: float) -> None:
-    """Write what the stage's steps since the start took. `began`: time.perf_counter() at the start."""
+    """Write the receipt of the stage's steps since the start. `began`: time.perf_counter() at the start."""
     stage, strategy, meter = start.reached.stage, state.strategy, state.meter
     path = stage.run.output / (RECEIPT if stage.end == start.ends[-1] else receipt_of(stage.number))
     steps, seconds = stage.end - start.step, time.perf_counter() - began
@@ -281,10 +276,6 @@ def write_receipt(start: Start, data: TrainData, state: TrainState, monitor: Mon
         buckets=len(data.store.buckets),
         strategy=strategy,
         objective=state.objective,
-        device=meter.device_name,
-        emulated=meter.emulated,
-        expandable_segments=meter.expandable_segments,
-        compute_capability=meter.compute_capability,
         gpus_per_node=min(strategy.world_size, torch.cuda.device_count() or strategy.world_size),
         steps=steps,
         skipped_steps=monitor.skipped.count,
@@ -294,9 +285,7 @@ def write_receipt(start: Start, data: TrainData, state: TrainState, monitor: Mon
         samples_per_second=round(strategy.global_batch_size / (seconds_per_step or seconds / steps), 2),
         predicted_peak_allocated_bytes=None if planned is None else planned.peak_allocated_bytes,
         predicted_peak_reserved_bytes=None if planned is None else planned.peak_reserved_bytes,
-        measured_peak_allocated_bytes=meter.peak_allocated_bytes,
-        measured_peak_reserved_bytes=meter.peak_reserved_bytes,
-        measured_with=meter.method,
+        **meter.receipt_fields(),
     )
     receipt.write(written, path)
     log.notice(f"wrote {path}")

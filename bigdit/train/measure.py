@@ -1,4 +1,4 @@
-"""How much memory the first steps took: torch's counters on a GPU, the process's own on a CPU."""
+"""Measures the memory of the first steps: torch's counters on a GPU, the process's memory on a CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -19,9 +20,9 @@ STEPS = 2  # optimizer state appears in the first one
 
 
 class MemoryMeter:
-    """The peak of allocated and reserved bytes from the engine's start through the first two steps, by phase.
+    """Measures peaks of allocated and reserved bytes by phase, from the engine's start through the first two steps.
 
-    A CPU's allocator counts nothing: there it is the peak of the whole process, with libraries and data.
+    On a CPU torch counts nothing: there it is the peak of the whole process, with libraries and data.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +40,7 @@ class MemoryMeter:
 
     @contextmanager
     def step(self) -> Iterator[Phase]:
-        """Surround one training step: yields the phases to run it with."""
+        """Surround one training step; yields the phases that it runs with."""
         if self._steps >= STEPS:
             yield record_function
             return
@@ -57,31 +58,33 @@ class MemoryMeter:
             method=self.method,
             steps=STEPS,
             phases=tuple(self._peaks.found),
-            peak_allocated_bytes=self._peaks.allocated_bytes if self._cuda else host_now()["peak_memory_bytes"],
-            peak_reserved_bytes=self._peaks.reserved_bytes if self._cuda else None,
+            peak_allocated_bytes=self.now()["peak_memory_bytes"],
+            peak_reserved_bytes=self._peaks.highest()[1] if self._cuda else None,
         )
 
-    @property
-    def peak_allocated_bytes(self) -> int | None:
-        """None until it is measured."""
-        return None if self.measured is None else self.measured.peak_allocated_bytes
-
-    @property
-    def peak_reserved_bytes(self) -> int | None:
-        """None until it is measured, and on a CPU."""
-        return None if self.measured is None else self.measured.peak_reserved_bytes
+    def receipt_fields(self) -> dict[str, Any]:
+        """The fields of a receipt that are known here; peaks are None until they are measured."""
+        found = self.measured
+        return {
+            "device": self.device_name,
+            "emulated": self.emulated,
+            "expandable_segments": self.expandable_segments,
+            "compute_capability": self.compute_capability,
+            "measured_peak_allocated_bytes": None if found is None else found.peak_allocated_bytes,
+            "measured_peak_reserved_bytes": None if found is None else found.peak_reserved_bytes,
+            "measured_with": self.method,
+        }
 
     def now(self) -> dict[str, int]:
-        """`memory_bytes` now, and their peak so far: on a GPU what torch has allocated since the engine's start, else
-        the process's."""
+        """`memory_bytes` now, and their peak so far: allocated by torch since the engine's start, or the process's."""
         if not self._cuda:
             return host_now()
-        highest = max(self._peaks.allocated_bytes, torch.cuda.max_memory_allocated())
+        highest = max(self._peaks.highest()[0], torch.cuda.max_memory_allocated())
         return {"memory_bytes": torch.cuda.memory_allocated(), "peak_memory_bytes": highest}
 
 
 class GpuPeaks:
-    """The peaks of phases on a GPU, and of all. CUDA has one peak counter, which is reset at each phase."""
+    """The peaks of phases on a GPU, and over all. torch has one peak counter, which each phase resets."""
 
     def __init__(self) -> None:
         self._phase: str | None = None
@@ -89,13 +92,13 @@ class GpuPeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens from here until the next phase begins belongs to `name`."""
+        """Surround the phase `name`, which lasts until the next one begins."""
         self.begin(name)
         with record_function(name):
             yield
 
     def begin(self, name: str) -> None:
-        """Begin a phase, which lasts until the next one."""
+        """Begin a phase."""
         self.end()
         self._phase = name
         torch.cuda.reset_peak_memory_stats()
@@ -110,33 +113,28 @@ class GpuPeaks:
 
     @property
     def found(self) -> list[PhaseMemory]:
-        """The ended phases, in the order of their first occurrence."""
+        """The ended phases, in order of first occurrence."""
         return [
             PhaseMemory(phase=phase, allocated_bytes=allocated, reserved_bytes=reserved)
             for phase, (allocated, reserved) in self._found.items()
         ]
 
-    @property
-    def allocated_bytes(self) -> int:
-        """The most of all ended phases."""
-        return max((allocated for allocated, _ in self._found.values()), default=0)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """The most of all ended phases."""
-        return max((reserved for _, reserved in self._found.values()), default=0)
+    def highest(self) -> tuple[int, int]:
+        """The peaks of allocated and reserved bytes over all ended phases."""
+        allocated, reserved = zip((0, 0), *self._found.values(), strict=True)
+        return max(allocated), max(reserved)
 
 
 def host_now() -> dict[str, int]:
-    """`memory_bytes` of this process now, which only Linux tells, and their peak so far."""
+    """`memory_bytes` of this process now, on Linux only, and their peak so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     peak, pages = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, Path("/proc/self/statm")
     if not pages.exists():
         return {"peak_memory_bytes": peak}
     now = int(pages.read_text().split()[1]) * resource.getpagesize()
-    return {"memory_bytes": now, "peak_memory_bytes": max(now, peak)}  # the kernel notes the peak a little later
+    return {"memory_bytes": now, "peak_memory_bytes": max(now, peak)}  # the kernel updates the peak later
 
 
 def _expandable_segments() -> bool:
-    """Whether torch's allocator has expandable segments, whichever variable or call set it."""
+    """Whether torch's allocator uses expandable segments, however that was set."""
     return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])

@@ -1,8 +1,8 @@
-"""A step that ran out of GPU memory: all processes save, restart with less memory, and repeat the step.
+"""When a step runs out of GPU memory, all processes save, restart with less memory, and repeat the step.
 
-The smaller strategy, for the same samples a step, is kept in a file for all later starts. The process that runs out
-tells the others through the run's store. They listen in a thread, because their main thread may wait in a collective.
-No weight has changed by then: every engine asks all processes before it steps.
+The smaller strategy has the same samples per step. A file keeps it for all later starts. The process that runs out of
+memory tells the others through the run's store. They listen in a thread, because their main thread may wait in a
+collective. No weight has changed by then: every engine asks all processes before it steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FILE = "out_of_memory.json"
 
 
 class OomFallback(Strict):
-    """`asked`: the strategy of config or plan; `now`: the one in use after these events."""
+    """`asked`: the strategy of the config or plan; `now`: the strategy in use after these events."""
 
     asked: Strategy
     now: Strategy
@@ -47,7 +47,7 @@ class OomFallback(Strict):
 
 
 def read_oom_fallback(output: Path, asked: Strategy) -> OomFallback:
-    """The fallback in this output. A file of another strategy, or a damaged one, is logged and ignored."""
+    """The fallback in this output. A damaged file, or one of another strategy, is logged and ignored."""
     path, none = output / FILE, OomFallback(asked=asked, now=asked)
     try:
         found = OomFallback.model_validate_json(read_checksummed(path))
@@ -55,24 +55,24 @@ def read_oom_fallback(output: Path, asked: Strategy) -> OomFallback:
         return none
     except (OSError, ValidationError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is damaged"
-        log.notice(f"note: {path} is not used ({why}): a step that runs out of memory again is made smaller again")
+        log.notice(f"note: {path} is not used ({why}): if a step runs out of memory again, it is made smaller again")
         return none
     if found.asked != asked:
-        log.notice(f"note: {path} is of other settings than this run's, and is not used")
+        log.notice(f"note: {path} is for other settings than this run's, and is not used")
         return none
     log.notice(f"note: {_written(found.now.step_size)}, since a step ran out of memory before ({path})")
     return found
 
 
 def write_oom_fallback(output: Path, fallback: OomFallback) -> None:
-    """Keep the fallback for all later starts. Raises UserError where it cannot be written."""
+    """Write the fallback for all later starts. Raises UserError if it cannot be written."""
     write_checksummed(output / FILE, fallback.model_dump_json(indent=1) + "\n")
 
 
 def smaller_strategy(strategy: Strategy, planned: Sequence[StepSize], blocks: int) -> Strategy | None:
-    """The strategy with less memory: the plan's next size, else half the micro-batch, else all `blocks` recomputed.
+    """A strategy with less memory: the plan's next size, else half the micro-batch, else all `blocks` recomputed.
 
-    None where nothing is left.
+    None if there is none.
     """
     size = strategy.step_size
     if size in planned[:-1]:
@@ -98,7 +98,7 @@ def _written(size: StepSize) -> str:
     )
 
 
-# In these no weight has changed; the optimizer, and the EMA after it, may have changed some.
+# Phases before any weight changes. The optimizer's and the EMA's phases may have changed some.
 INTACT = ("encode", "forward", "backward")
 
 _LOOK_EVERY_S = 0.5
@@ -106,10 +106,10 @@ _KEY = "out of memory"
 
 
 class Recovery:
-    """Surrounds steps, and recovers from those that run out of memory; all processes make one alike.
+    """Surrounds steps, and recovers when one runs out of memory; all processes make one.
 
-    `fallback`: the strategy in use; `following`: the next one, None where nothing is left. `peers` answer while main
-    threads are within a step. All must be ready within train.grace.
+    `fallback`: the strategy in use; `following`: the next one, None if there is none. `peers` answer while main threads
+    are inside a step. All processes must be ready within train.grace.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class Recovery:
         self._listener: threading.Thread | None = None
 
     def __enter__(self) -> Recovery:
-        """Listen to the other processes from here on. Only GPU memory is recovered."""
+        """Listen to the other processes from now on. On a CPU this does nothing."""
         if self._device.type == "cuda":
             self._began = torch.cuda.Event()
             if self._world.world_size > 1:
-                # Its own connection: on the main thread's, this thread would wait while that one does.
+                # Its own connection: on a shared one this thread would wait for the main thread.
                 own = dist.distributed_c10d._get_default_store().clone()
                 own.set_timeout(timedelta(seconds=self._grace))
                 self._store = dist.PrefixStore("bigdit", own)
@@ -153,7 +153,7 @@ class Recovery:
 
     @contextmanager
     def step(self, step: int, phase: Phase) -> Iterator[Phase]:
-        """Surround the step after `step` finished ones; yields the phases to run it with."""
+        """Surround the step after `step` finished ones; yields the phases that it runs with."""
 
         @contextmanager
         def noted(name: str) -> Iterator[object]:
@@ -172,7 +172,7 @@ class Recovery:
             self._recover(error)
 
     def _recover(self, error: RuntimeError) -> NoReturn:
-        """Restart with less memory. Raises UserError where nothing is left."""
+        """Restart with less memory. Raises UserError if there is no smaller strategy."""
         if self._following is None:
             raise UserError(
                 f"{_message(self._event(error, self._fallback.now))}, and there is no smaller one: this has "
@@ -210,37 +210,37 @@ class Recovery:
                     break
             else:
                 return
-        except RuntimeError:  # the store has ended, and with it the run
+        except RuntimeError:  # the store ended, and the run with it
             return
-        while self._step < event.step:  # the step before is being saved, or its rows written
+        while self._step < event.step:  # the main thread still saves the step before, or writes its rows
             time.sleep(_LOOK_EVERY_S)
         self._restart(event)
 
     def _restart(self, event: OutOfMemory) -> NoReturn:
-        """Save what is whole, keep the fallback for later starts, and restart: in the first thread that comes here."""
-        if not self._restarting.acquire(blocking=False):
+        """Save if the state is intact, write the fallback for later starts, and restart."""
+        if not self._restarting.acquire(blocking=False):  # another thread does it
             threading.Event().wait()
         limit = threading.Timer(self._grace, self._give_up, [event])
         limit.daemon = True
         limit.start()
         last = self._save_aside(event)
-        self._end_where_asked(max(self._peers.gather(self._stop.signum)), last)
-        if not all_may_start(self._store, self._world, self._world.is_main and self._kept(event)):
+        self._end_after_signal(max(self._peers.gather(self._stop.signum)), last)
+        if not all_may_start(self._store, self._world, self._world.is_main and self._write_fallback(event)):
             os._exit(EXIT_USER)
-        be_ended_by_signals()  # a signal that is heard from here on would be forgotten
-        self._end_where_asked(self._stop.signum, last)
+        be_ended_by_signals()  # later signals must end this process: the restart would forget them
+        self._end_after_signal(self._stop.signum, last)
         restart()
 
-    def _end_where_asked(self, signum: int, last: Path | None) -> None:
+    def _end_after_signal(self, signum: int, last: Path | None) -> None:
         if signum:
             if self._world.is_main and last is not None:
                 log.notice(str(Stopped(signum, self._saves.step, last)))
             os._exit(128 + signum)
 
     def _save_aside(self, event: OutOfMemory) -> Path | None:
-        """Save while the main thread may wait for a peer, and its stream with it.
+        """Save while the main thread and its stream may wait for another process.
 
-        Returns the newest checkpoint, None where there is none. It may be an older one, whose next steps are repeated.
+        Returns the newest checkpoint, None if there is none. After an older one, its next steps are repeated.
         """
         torch.cuda.set_device(self._device)
         assert self._began is not None
@@ -254,8 +254,8 @@ class Recovery:
                     log.notice(f"note: the last steps are not saved, and are repeated: {error}")
                 return self._saves.last
 
-    def _kept(self, event: OutOfMemory) -> bool:
-        """Whether later starts know of it. Else they would run out of memory again and again."""
+    def _write_fallback(self, event: OutOfMemory) -> bool:
+        """Whether the fallback was written. Without it later starts would run out of memory again and again."""
         asked, now = self._fallback.asked, self._following
         assert now is not None
         try:

@@ -1,4 +1,4 @@
-"""From a run's config to what the loop needs. These checks need no torch."""
+"""Checks a run's config before training, and finds its model. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ class Prepared:
 
     @property
     def strategy(self) -> Strategy:
-        """How it is stepped."""
+        """The strategy of its steps."""
         return self.stage.run.strategy
 
 
 def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[Prepared]:
-    """Each stage with its model; where they are `starting`, their stores are there, and the launcher agrees with them.
-    Raises UserError with all problems."""
+    """Each stage with its model; `starting`: also check that stores exist and the launcher's settings agree.
+
+    Raises UserError with all problems.
+    """
 
     def one(number: int) -> Prepared:
         stage = stages[number]
@@ -69,12 +71,12 @@ def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[P
 
 
 def stage_at(stages: Sequence[Prepared], step: int) -> Prepared:
-    """The stage that takes step number `step`; the last one where all steps are taken."""
+    """The stage of step number `step` (from 0); the last stage after all steps."""
     return next((each for each in stages if step < each.stage.end), stages[-1])
 
 
 def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
-    """The model of `run`, checked together with it and with its `plan`. Raises UserError with all problems."""
+    """The model of `run`, checked with the run and its `plan`. Raises UserError with all problems."""
     spec = model_spec(run.model)
     obstacle = training_obstacle(spec)
     if obstacle is not None:
@@ -103,7 +105,7 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
 
 
 def check_paths(config: Path, runs: Iterable[RunConfig]) -> None:
-    """Raise UserError where a path of `config` exists in its folder, and not in this one, to which it is relative."""
+    """Raise UserError if a path in `config` exists relative to its folder, but not to the working folder."""
     asked = [found for run in runs for found in paths(run.model_dump(exclude={"output", "plan"}), "")]
     problems = [
         f"{key}: {path} does not exist in {Path.cwd()}, and paths are relative to the folder of the command; "
@@ -116,7 +118,7 @@ def check_paths(config: Path, runs: Iterable[RunConfig]) -> None:
 
 
 def paths(value: object, key: str) -> Iterator[tuple[str, Path]]:
-    """The paths in a document, with their keys."""
+    """(key, path) of all paths in a document."""
     if isinstance(value, Path):
         yield key, value
     elif isinstance(value, dict | list | tuple):
@@ -125,6 +127,6 @@ def paths(value: object, key: str) -> Iterator[tuple[str, Path]]:
 
 
 def log_lines(world: World, lines: Iterable[str], *, notes: bool = False) -> None:
-    """Log the lines on the main process alone; `notes`: each as a note, which nobody asked for and a person needs."""
+    """Log lines on the main process alone; `notes`: each as a note."""
     for line in lines if world.is_main else ():
         log.notice(f"note: {line}" if notes else line)

@@ -1,5 +1,5 @@
-"""What a run writes to be read while it trains: rows of metrics, and `run.json` with its settings and the memory of its
-first steps. Nothing here imports torch."""
+"""Files of a run that others read: metrics, and `run.json` with its settings and the memory of its first steps.
+Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _now() -> datetime.datetime:
 
 
 class PhaseMemory(Strict):
-    """The most bytes of one phase on a GPU, over all its occurrences: allocated, and reserved by torch."""
+    """The peak bytes of one phase on a GPU, over all its occurrences: allocated, and reserved by torch."""
 
     phase: str
     allocated_bytes: NonNegativeInt
@@ -33,10 +33,10 @@ class PhaseMemory(Strict):
 
 
 class MeasuredMemory(Strict):
-    """What the first `steps` steps took of one process, measured by `method`.
+    """The memory of one process in its first `steps` steps, measured by `method`.
 
-    On a GPU it is torch's count from the engine's start on, by phase; a phase lasts until the next one begins. On a CPU
-    it is the memory of the whole process, without phases.
+    On a GPU: torch's count since the engine's start, by phase. A phase lasts until the next one begins. On a CPU: the
+    memory of the whole process, without phases.
     """
 
     method: str
@@ -47,10 +47,10 @@ class MeasuredMemory(Strict):
 
 
 class RunRecord(Strict):
-    """A run as of its last start, from step `start` on: its settings, its planned and its measured memory.
+    """A run since its last start at step `start`: its settings, planned and measured memory.
 
-    `device`: the main process's, as the driver names it, or `cpu`. `stage`: the current one, of a run with stages.
-    `steps`: of all stages.
+    `device`: the main process's, as the driver names it, or `cpu`. `stage`: the current one of a run with stages.
+    `steps`: those of all stages.
     """
 
     began: datetime.datetime = Field(default_factory=_now)
@@ -68,17 +68,17 @@ class RunRecord(Strict):
     versions: dict[str, str] = Field(default_factory=versions)
 
     def write(self) -> None:
-        """Write it into the run's output. Raises UserError where that cannot be written."""
+        """Write it into the run's output. Raises UserError if that fails."""
         write_json(self.run.output / RECORD, self.model_dump(mode="json"))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl. Lines that are no row, such as one that was cut off, are left out."""
+    """The rows of a metrics.jsonl, without damaged lines."""
     return read_rows(path)[0]
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a metrics.jsonl, and how many of its lines are no row. A row's `step` counts its own step too."""
+    """The rows of a metrics.jsonl, and the number of damaged lines. A row's `step` counts from 1."""
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     rows = [row for line in lines if (row := _row(line)) is not None]
     return rows, len(lines) - len(rows)
@@ -93,8 +93,8 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 class PlannedMemory(Strict):
-    """Planned bytes of one process, for samples of `resolution` (height, width) in pixels: the most that is allocated,
-    by phase and in all, and reserved by torch."""
+    """The planned peak bytes of one process, for samples of `resolution` (height, width) in pixels: allocated by phase,
+    allocated in all, and reserved by torch."""
 
     resolution: tuple[PositiveInt, PositiveInt]
     phases: dict[str, NonNegativeInt]
@@ -102,7 +102,7 @@ class PlannedMemory(Strict):
     peak_reserved_bytes: PositiveInt
 
     def compared(self, reserved_bytes: int) -> str:
-        """A line that compares planned with measured reserved memory."""
+        """A line that compares planned and measured reserved memory."""
         height, width = self.resolution
         return (
             f"planned {gib(self.peak_reserved_bytes)} at {height} × {width}, measured {gib(reserved_bytes)} "
@@ -111,13 +111,13 @@ class PlannedMemory(Strict):
 
 
 def off(planned: int, measured: int) -> str:
-    """How much more was measured than planned: `+0.6 %`."""
+    """By how much the measured figure is above the planned one: `+0.6 %`."""
     return f"{100 * (measured / planned - 1):+.1f} %"
 
 
 def planned_memory(plan: PlanFile | None, strategy: Strategy, device: str) -> PlannedMemory | None:
-    """What was planned for these steps. None without a plan, for a plan of other steps, and on a CPU: a plan's bytes
-    are those of CUDA's kernels."""
+    """The planned memory of these steps. None without a plan, for another strategy's plan, and on a CPU: plans count
+    memory of CUDA kernels."""
     if plan is None or unplanned(strategy, plan) or device != "cuda":
         return None
     return PlannedMemory(

@@ -1,5 +1,4 @@
-"""Where a run resumes: at the latest checkpoint of its output, checked before anything is loaded. Also how many steps
-its epochs are."""
+"""Where a run starts or resumes, and how many steps its epochs are. The checkpoint is checked before loading."""
 
 from __future__ import annotations
 
@@ -29,10 +28,10 @@ from bigdit.units import gib, how_many
 
 
 def with_steps(stages: Sequence[Prepared]) -> tuple[list[Prepared], list[str]]:
-    """Each stage with train.steps in place of train.epochs, and a line for each that was with_steps.
+    """Each stage with train.steps computed from train.epochs, and a line for each such stage.
 
-    A stage whose store is not there yet stays as it is, with a line. Raises UserError where a store cannot be read, or
-    the steps do not fit the rest of the schedule.
+    A stage without a store yet stays as it is, with a line. Raises UserError if a store cannot be read, or the steps do
+    not fit the schedule.
     """
 
     def one(number: int) -> tuple[Prepared, str | None]:
@@ -63,16 +62,16 @@ def _with_steps(prepared: Prepared) -> tuple[Prepared, str | None]:
 
 
 def samples_of(run: RunConfig) -> int:
-    """The training samples of the run's store, or of its sources. Raises UserError where they cannot be read."""
+    """The number of training samples in the run's store or sources. Raises UserError if they cannot be read."""
     if run.data.features is None:
         return len(open_source(run.data))
     store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
     validated = run.validation.samples if run.validation else 0
-    return max(int(store.counts.sum()) - validated, 1)  # the loader rejects a validation split of all samples
+    return max(int(store.counts.sum()) - validated, 1)  # the loader reports a validation split of all samples
 
 
 def epoch_of(run: RunConfig) -> Fraction:
-    """The training samples of an epoch, on average, with the repeats and weights of sources. Raises as samples_of."""
+    """The mean training samples of an epoch, with repeats and weights of sources. Raises as samples_of."""
     rates = [source.rate for source in run.data.images]
     if len(set(rates)) == 1:
         return rates[0] * samples_of(run)
@@ -87,15 +86,15 @@ def epoch_of(run: RunConfig) -> Fraction:
 
 
 def steps_of(epochs: float, samples: Fraction | int, global_batch_size: int) -> int:
-    """Steps in which so many samples come `epochs` times. The last step is full too."""
-    return math.ceil(Fraction(str(epochs)) * samples / global_batch_size)  # exactly as written, which a float is not
+    """The steps of `epochs` passes over the samples; the last step is full too."""
+    return math.ceil(Fraction(str(epochs)) * samples / global_batch_size)  # exact, which the float is not
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where training begins: at the checkpoint `found`, None for a fresh run, in the stage `reached` of `stages`.
+    """Where training begins: at the checkpoint `found`, None for a new run, in the stage `reached` of `stages`.
 
-    `notices`: what a person should know of it.
+    `notices`: lines to log about it.
     """
 
     stages: Sequence[Prepared]
@@ -115,14 +114,14 @@ class Start:
 
     @property
     def done(self) -> str | None:
-        """A message where no steps are left."""
+        """A message if no steps are left."""
         stage = self.reached.stage
         if self.found is None or self.step < stage.end:
             return None
-        return f"{self.found.folder} has its {self.step} steps already; raise {stage.prefix}{stage.length} to go on"
+        return f"{self.found.folder} has its {self.step} steps already; raise {stage.prefix}{stage.length} to continue"
 
     def order(self, store: FeatureStore | RawStore) -> tuple[Order, list[str]]:
-        """As plan_order, for the store of the current stage. Raises UserError as it does."""
+        """`plan_order` for the store of the current stage. Raises UserError as it does."""
         run, first_step = self.reached.stage.run, self.reached.stage.start
         saved, where = (None, run.output) if self.found is None else (self.found.state["data"], self.found.folder)
         validated = run.validation.samples if run.validation else 0
@@ -132,7 +131,7 @@ class Start:
 
 
 def start_notices(stages: Sequence[Prepared]) -> list[str]:
-    """What training would log about its start, with nothing written; nothing while its steps are unknown.
+    """The lines that training would log about its start; none while its steps are unknown. Writes nothing.
 
     Raises UserError as training would, except for what encoders find in images with features online.
     """
@@ -149,7 +148,7 @@ def start_notices(stages: Sequence[Prepared]) -> list[str]:
 
 
 def _random_weights(first: Prepared) -> list[str]:
-    """A line where a published model starts from random weights."""
+    """A line if a published model starts from random weights."""
     known = repositories(first.spec.name)
     if first.stage.run.model.init_from is not None or not known:
         return []
@@ -160,11 +159,11 @@ def _random_weights(first: Prepared) -> list[str]:
 
 
 LOW_RATE = 0.1
-"""Of Prodigy: what is lower was meant for another optimizer."""
+"""Learning rates of Prodigy below this were meant for another optimizer."""
 
 
 def _low_rate(strategy: Strategy) -> list[str]:
-    """A line where Prodigy has the learning rate of another optimizer."""
+    """A line if Prodigy has the learning rate of another optimizer."""
     name, lr = strategy.optimizer.name, strategy.optimizer.lr
     if name != "prodigy" or lr >= LOW_RATE:
         return []
@@ -175,12 +174,12 @@ def _low_rate(strategy: Strategy) -> list[str]:
 
 
 def verdict(stages: Sequence[Prepared]) -> str:
-    """`ok: 240 images, 3 buckets, 60 steps of 4, fits as planned: 21.34 GiB of 23.53 GiB`: a checked run in short."""
+    """A checked run as `ok: 240 images, 3 buckets, 60 steps of 4, fits as planned: 21.34 GiB of 23.53 GiB`."""
     lines = [(f"{each.stage.name}: " if each.stage.count > 1 else "") + ", ".join(_known(each)) for each in stages]
-    return "; ".join([f"ok: {lines[0]}", *lines[1:], *_taken(stages)])
+    return "; ".join([f"ok: {lines[0]}", *lines[1:], *_progress(stages)])
 
 
-def _taken(stages: Sequence[Prepared]) -> list[str]:
+def _progress(stages: Sequence[Prepared]) -> list[str]:
     """Where a run with a checkpoint resumes, if its steps are known."""
     start = start_of(stages) if all(each.stage.run.train.steps is not None for each in stages) else None
     if start is None or not start.step:
@@ -205,7 +204,7 @@ def _known(prepared: Prepared) -> Iterator[str]:
 
 
 def start_of(stages: Sequence[Prepared]) -> Start:
-    """Where training begins. Raises UserError where it cannot resume from the checkpoint that is there."""
+    """Where training begins. Raises UserError if it cannot resume from the output's checkpoint."""
     found, notices = checkpoint.latest(stages[0].stage.run.output)
     if found is None:
         return Start(stages, None, stages[0], (*notices, *_random_weights(stages[0]), *_low_rate(stages[0].strategy)))
@@ -215,7 +214,7 @@ def start_of(stages: Sequence[Prepared]) -> Start:
     objective = objective_of(reached.spec, reached.stage.run.objective)
     checkpoint.check_objective(found, objective)
     start = Start(stages, found, reached, tuple(notices))
-    if last is not reached or start.done is not None:  # a new stage is a new run; or nothing is left
+    if last is not reached or start.done is not None:  # a new stage may differ; without steps nothing changes
         return start
     run = reached.stage.run.model_copy(update={"objective": objective})
     changed = [f"note: {line}" for line in checkpoint.changed_since(found, run)]

@@ -1,4 +1,4 @@
-"""A run's checkpoints and EMA snapshots: when they are due, and what is saved and exported with them."""
+"""A run's checkpoints, EMA snapshots and exports: when they are due, and what they hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bigdit.units import gib, how_many
 
 
 def snapshot_notices(run: RunConfig, model: nn.Module) -> list[str]:
-    """How much disk the EMA snapshots of a run take, where it makes some; `model` as it is trained."""
+    """The disk space that a run's EMA snapshots take, if it makes any; `model` as it is trained."""
     every, ema = run.train.snapshot_every, run.strategy.ema
     if every is None or ema is None:
         return []
@@ -31,14 +31,14 @@ def snapshot_notices(run: RunConfig, model: nn.Module) -> list[str]:
 
 
 def due(run: RunConfig, step: int, end: int) -> bool:
-    """Whether a checkpoint is due after `step` steps of a run, or stage, that ends at step `end`."""
+    """Whether a checkpoint is due after `step` steps of a run or stage that ends at step `end`."""
     return step % run.train.checkpoint_every == 0 or step == end
 
 
 class Saves:
-    """Saves the state of a run. `step`: of the newest checkpoint, at first `start`.
+    """Saves the state of a run. `step`: that of the newest checkpoint, at first `start`.
 
-    `described`: what its state.json says; `end`: the last step of the run, or of its stage.
+    `described`: what state.json says; `end`: the last step of the run or stage.
     """
 
     def __init__(
@@ -67,23 +67,23 @@ class Saves:
         return every is not None and step % every == 0
 
     def save(self, step: int) -> None:
-        """Copy the state to CPU memory, and write it while training continues; with a snapshot where one is due."""
+        """Copy the state to CPU memory, and write it while training continues; with a snapshot if one is due."""
         self._metrics.flush()
         described = {**self._described, "metrics": self._metrics.digest}
         self._saver.save(self._engine, self._ema, step, described, snapshot=self.snapshot_due(step))
         self.step = step
 
     def snapshot(self, step: int) -> None:
-        """The same of the EMA alone."""
+        """Save a snapshot of the EMA alone, in the same way."""
         self._saver.save(self._engine, self._ema, step, self._described, whole=False, snapshot=True)
 
     @property
     def last(self) -> Path | None:
-        """The newest checkpoint that is whole."""
+        """The newest complete checkpoint."""
         return self._saver.last
 
     def save_now(self, step: int) -> Path | None:
-        """The newest checkpoint, once it has all `step` steps; None where there is nothing to save yet."""
+        """The newest checkpoint, which has all `step` steps; None if there is nothing to save yet."""
         if step > self.step:
             self.save(step)
         self._saver.wait()
@@ -91,10 +91,7 @@ class Saves:
 
 
 def export_due(run: RunConfig, ends: Collection[int], saved: checkpoint.Checkpoint) -> None:
-    """Export a checkpoint that was just saved, where train.export_every or the end of a stage asks for it.
-
-    Raises UserError where it cannot be written.
-    """
+    """Export a new checkpoint if that is due. Raises UserError if it cannot be written."""
     if is_due(run, ends, saved.step):
         folder = run.output / EXPORTS / saved.folder.name
         checkpoint.export(saved, folder)
@@ -102,7 +99,7 @@ def export_due(run: RunConfig, ends: Collection[int], saved: checkpoint.Checkpoi
 
 
 def export_missed(run: RunConfig, ends: Collection[int], found: checkpoint.Checkpoint) -> None:
-    """Export a checkpoint that is due and has no export: its run was interrupted. Raises UserError."""
+    """Export an older checkpoint if that is due: its run was interrupted before. Raises UserError."""
     folder = run.output / EXPORTS / found.folder.name
     if is_due(run, ends, found.step) and not folder.exists():
         checkpoint.verify(found)
@@ -111,6 +108,6 @@ def export_missed(run: RunConfig, ends: Collection[int], found: checkpoint.Check
 
 
 def is_due(run: RunConfig, ends: Collection[int], step: int) -> bool:
-    """Whether the checkpoint of a step is exported."""
+    """Whether a step's checkpoint is exported, by train.export_every or at the end of a stage."""
     every = run.train.export_every
     return step in ends or (every is not None and step % every == 0)

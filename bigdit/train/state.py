@@ -1,4 +1,4 @@
-"""The model of a stage on the device, under its engine; and checks of models without their weights."""
+"""Builds a stage's model with its engine on the device; checks models without their weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 
 from bigdit import checkpoint, engines, models
 from bigdit.catalog import FAMILIES, batch_shape
-from bigdit.catalog.conditions import fed_more
+from bigdit.catalog.conditions import takes_more_channels
 from bigdit.catalog.families import objective_of
-from bigdit.catalog.resolve import of_arguments, read_model_config
+from bigdit.catalog.resolve import model_of_arguments, read_model_config
 from bigdit.config import RunConfig, check
 from bigdit.config.load import of_each
 from bigdit.config.run import CHECKPOINTS
@@ -39,10 +39,10 @@ from bigdit.train.saves import export_missed, snapshot_notices
 
 @dataclass(frozen=True)
 class TrainState:
-    """An `engine`, what it trains, and the `meter` of its memory, with the `planned` memory.
+    """An `engine`, what it trains, and its measured and planned memory.
 
-    `fallback`: the strategy after steps that ran out of memory. `smaller`: the next one, None where nothing is left.
-    `peers` answer while main threads are within a step. `collectives`: where several processes run.
+    `fallback`: the strategy after steps that ran out of memory. `smaller`: the next one, None if there is none. `peers`
+    answer while main threads are inside a step. `collectives`: None with a single process.
     """
 
     engine: Engine
@@ -63,9 +63,9 @@ class TrainState:
 
 
 def build_state(start: Start, data: TrainData, world: World, device: torch.device, stack: ExitStack) -> TrainState:
-    """The model of the current stage under its engine, from the checkpoint where there is one.
+    """The current stage's model and engine, from the checkpoint if there is one.
 
-    Raises UserError where its weights, or that checkpoint, cannot be read.
+    Raises UserError if weights or the checkpoint cannot be read.
     """
     found, spec, run, plan = start.found, start.reached.spec, start.reached.stage.run, start.reached.stage.plan
     family, peers = models.family(spec.class_name), checkpoint.Peers(world)
@@ -100,7 +100,7 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
 
 
 def _weights(start: Start, strategy: Strategy) -> nn.Module:
-    """The plain model in CPU memory: empty where a checkpoint fills all of it, else from init_from, or random."""
+    """The plain model in CPU memory: without values if a checkpoint fills all, else from init_from, or random."""
     spec, run = start.reached.spec, start.reached.stage.run
     dtype, source = engines.compute_dtype(strategy), run.model.init_from
     if start.found is not None and not strategy.frozen:
@@ -119,40 +119,33 @@ def check_models(stages: Sequence[Prepared]) -> list[nn.Module]:
     found = of_each(range(len(stages)), one)
     first = stages[0]
     _check_start(first.stage.run, first.spec)
-    if (
-        first.stage.run.model.lora_from is not None
-        and first.strategy.lora is not None
-        and not _goes_on(first.stage.run)
-    ):
-        checkpoint.load_adapters(found[0], first.spec, first.strategy.lora, first.stage.run.model.lora_from)
+    lora, adapters = first.strategy.lora, first.stage.run.model.lora_from
+    if adapters is not None and lora is not None and not _resumes(first.stage.run):
+        checkpoint.load_adapters(found[0], first.spec, lora, adapters)
     return found
 
 
 def _check_start(run: RunConfig, spec: ModelSpec) -> None:
-    """Raise UserError where model.init_from is no folder of weights. A run that resumes reads it where it is frozen.
-
-    What bigdit wrote has checksums, which loading verifies.
-    """
+    """Raise UserError if model.init_from holds no weights. A run that resumes reads only a frozen base from it."""
     source = run.model.init_from
-    if source is None or (not run.strategy.frozen and _goes_on(run)):
+    if source is None or (not run.strategy.frozen and _resumes(run)):
         return
     try:
         checkpoint.check_whole(source)
-        if not checkpoint.written_here(source):
+        if not checkpoint.written_here(source):  # else loading verifies checksums
             models.check_folder(spec, source)
     except UserError as error:
         raise UserError(f"model.init_from: {error}") from None
 
 
-def _goes_on(run: RunConfig) -> bool:
+def _resumes(run: RunConfig) -> bool:
     return any((run.output / CHECKPOINTS).glob("step-*"))
 
 
 def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Module:
-    """The model as it is trained, on the meta device. Raises UserError where the class rejects the arguments, or what
-    it makes of them does not fit the run.
+    """The model as it is trained, on the meta device, with the class's defaults for what the config leaves out.
 
-    What the config leaves out is the class's default: its own channels and widths.
+    Raises UserError if the class rejects the arguments, or the model does not fit the run.
     """
     engines.check(strategy)
     family = models.family(spec.class_name)
@@ -162,7 +155,7 @@ def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Modul
     _check_left_out(run, made)
     channels, predicted = (made.kwargs.get(key) for key in ("in_channels", "out_channels"))
     fed = channels // _packed(made) ** 2 if isinstance(channels, int) else None
-    if fed is not None and not fed_more(made) and predicted not in (None, fed, 2 * fed):  # 2: and the variance
+    if fed is not None and not takes_more_channels(made) and predicted not in (None, fed, fed + fed):  # with variance
         raise UserError(
             f"model.kwargs.out_channels is {predicted}, and in_channels is {channels}: the prediction has the channels "
             f"of the latents; set out_channels to {fed}"
@@ -173,38 +166,38 @@ def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Modul
 
 
 def _check_shapes(run: RunConfig, made: ModelSpec) -> None:
-    """Raise UserError where the arguments of a user's own model, such as widths, do not fit each other.
+    """Raise UserError if the arguments of a user's own model, such as widths, do not fit each other.
 
-    The first step would fail by it. The sample has the size that the arguments name, or else of a sibling in the
-    catalogue. A model that reads values, which a sample on the meta device lacks, is left to that step.
+    A sample runs through the model on the meta device. Its size comes from the arguments, or from a similar model of
+    the catalogue. A model that reads values is not checked here: its first step fails.
     """
     kwargs = {key: value for key, value in made.kwargs.items() if not key.startswith("_")}
     kwargs |= {key: _SHALLOW for key in FAMILIES[made.class_name].depths.values() if kwargs.get(key)}
     shallow = ModelSpec.model_validate_json(made.model_copy(update={"kwargs": kwargs}).model_dump_json())
     try:
-        sample = batch_shape(of_arguments(shallow))
+        sample = batch_shape(model_of_arguments(shallow))
     except UserError:
         return
     model = models.outline(shallow)
     try:
         models.take_through(model, models.family(made.class_name), sample)
     except Exception as error:  # whatever a class raises
-        if (problem := _of_shapes(run, error)) is not None:
+        if (problem := _shape_problem(run, error)) is not None:
             raise problem from error
 
 
 _SHALLOW = 2
-"""Blocks of each list that a sample runs through: all are alike. HunyuanDiT's come in halves."""
+"""Blocks of each list that the sample runs through: all are alike. HunyuanDiT needs an even number."""
 
 
 def _check_left_out(run: RunConfig, made: ModelSpec) -> None:
-    """Raise UserError where the weights to start from have other values for arguments that model.kwargs leaves out.
+    """Raise UserError if model.init_from has other values for arguments that model.kwargs leaves out.
 
-    They would load, but checkpoints and exports would describe another model. A run that resumes keeps its first
+    The weights would load, but checkpoints and exports would describe another model. A run that resumes keeps its first
     values.
     """
     source = run.model.init_from
-    if run.model.class_name is None or source is None or _goes_on(run) or not (source / "config.json").is_file():
+    if run.model.class_name is None or source is None or _resumes(run) or not (source / "config.json").is_file():
         return
     had, taken = read_model_config(source / "config.json").kwargs, made.model_dump(mode="json")["kwargs"]
     others = [key for key in had if key not in run.model.kwargs and key in taken and had[key] != taken[key]]
@@ -213,41 +206,41 @@ def _check_left_out(run: RunConfig, made: ModelSpec) -> None:
         more = f", and {len(others) - 1} more of its arguments differ" if len(others) > 1 else ""
         raise UserError(
             f"model.init_from: {source} has {key} {had[key]}, and model.kwargs leaves it to {made.class_name}, which "
-            f"has {taken[key]}{more}; set model.path to {source} in the place of model.class_name and model.kwargs"
+            f"has {taken[key]}{more}; set model.path to {source} instead of model.class_name and model.kwargs"
         )
 
 
 def _packed(spec: ModelSpec) -> int:
-    """The side of patches that are fed as channels, where the prediction has the channels of one pixel: Qwen-Image's
-    patch_size. Flux's is 1: its out_channels are those of a patch."""
+    """The side of patches whose pixels are input channels, if the output has one pixel's channels: Qwen-Image's
+    patch_size. 1 for Flux, whose out_channels are a patch's."""
     side = spec.kwargs.get("patch_size", 1)
     return side if FAMILIES[spec.class_name].packs and isinstance(side, int) else 1
 
 
-_OF_SHAPES = re.compile(
+_SHAPE_ERRORS = re.compile(
     "shapes cannot be multiplied|same reduction dim|Sizes of tensors must match|must match the size of tensor"
     "|Attempting to broadcast a dimension|expected input|is invalid for input of size"
 )
-"""Messages of torch for tensors whose shapes do not fit."""
+"""torch's messages for shapes that do not fit."""
 
 
 @contextmanager
 def shape_errors(run: RunConfig) -> Iterator[None]:
-    """Make a UserError of a step's shape error, for a model whose arguments are the user's own."""
+    """Raise a step's shape error as UserError, for a model with the user's own arguments."""
     try:
         yield
     except RuntimeError as error:
-        if run.model.name is not None or (problem := _of_shapes(run, error)) is None:
+        if run.model.name is not None or (problem := _shape_problem(run, error)) is None:
             raise
         raise problem from error
 
 
-def _of_shapes(run: RunConfig, error: Exception) -> UserError | None:
-    """The UserError for an error of shapes; None for any other error."""
-    if not _OF_SHAPES.search(str(error)):
+def _shape_problem(run: RunConfig, error: Exception) -> UserError | None:
+    """The UserError for a shape error; None for any other error."""
+    if not _SHAPE_ERRORS.search(str(error)):
         return None
     key, reason = "model.path" if run.model.path else "model.kwargs", " ".join(str(error).split())
     return UserError(
         f"{key}: a step ends with {reason[:300].rstrip('.')}; "
-        "the model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit"
+        "the model's arguments, such as widths, may not fit each other; if they do, this is a bug in bigdit"
     )

@@ -17,18 +17,18 @@ from bigdit.catalog.families import FAMILIES
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 from bigdit.models import Family
-from bigdit.models.family import is_given, kept_first
+from bigdit.models.family import given_first_frame, has_first_frame
 from bigdit.objective_spec import ObjectiveSpec
 
 if TYPE_CHECKING:  # it imports what reads images
     from bigdit.encoders.protocol import EncodedBatch
 
 Encode = Callable[[Any, torch.dtype], Batch]
-"""Makes features of a micro-batch that has none yet, with its conditions in a dtype."""
+"""Encodes a micro-batch without features; conditions get the dtype."""
 
 
 class Encodes(Protocol):
-    """What encodes a chunk of a micro-batch: a run's encoders, or an attempt's."""
+    """Encodes a chunk of a micro-batch: the encoders of a run or of an attempt."""
 
     @property
     def encode(self) -> Callable[..., EncodedBatch]: ...
@@ -37,7 +37,7 @@ class Encodes(Protocol):
 def encode(encoders: Encodes, chunk: int | None, batch: RawBatch | CaptionedBatch, compute_dtype: torch.dtype) -> Batch:
     """The features of a batch on the encoders' device, conditions in `compute_dtype`.
 
-    `chunk` samples are encoded at a time; None: all.
+    Encodes `chunk` samples at a time; None: all.
     """
     parts = [encoders.encode(*chunked) for chunked in batch.chunks(chunk)]
     texts = [part.text_embeds for part in parts if part.text_embeds is not None]
@@ -62,9 +62,9 @@ Phase = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss`: this process's mean over its micro-batches, a scalar on the device; `grad_norm` where it is clipped.
+    """`loss`: this process's mean over its micro-batches, a scalar on the device; `grad_norm`: None without clipping.
 
-    `taken`: False where gradients were not finite, so that weights, optimizer state and EMA stayed as they were.
+    `taken`: False if gradients were not finite; then weights, optimizer state and EMA did not change.
     """
 
     loss: torch.Tensor
@@ -83,14 +83,14 @@ def train_step(
     phase: Phase = record_function,
     encode: Encode | None = None,
 ) -> StepResult:
-    """One optimizer step over `micro_batches`: grad_accum_steps of them, still in CPU memory.
+    """One optimizer step over `micro_batches`: grad_accum_steps of them, in CPU memory.
 
-    `encode` makes features of a micro-batch that has none; `ema` takes in the new weights. `phase(name)` surrounds
-    encode, forward, backward, step and ema: profiler ranges, or the recorder's phases.
+    `encode`: for micro-batches without features. `ema` is updated with the new weights. `phase(name)` surrounds encode,
+    forward, backward, step and ema: profiler ranges, or the recorder's phases.
     """
     dtype = compute_dtype(engine.strategy)
     losses = []
-    optim.set_lr(engine.optimizer, lr)  # before the backward pass, which may step already
+    optim.set_lr(engine.optimizer, lr)  # now, because the backward pass may step
     for i, host_batch in enumerate(micro_batches):
         batch: Any = host_batch
         if encode is not None:
@@ -102,7 +102,7 @@ def train_step(
             tokens = family.tokens(engine.model, batch.latents.shape)
             mask = loss_mask(family, batch)
             loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype, tokens, mask=mask)
-            if engine.strategy.repeated_samples:  # their weight is 0 in the mask; the others make the mean
+            if engine.strategy.repeated_samples:  # the mask gives them weight 0: take the mean over the others
                 loss = loss * (engine.strategy.places / engine.strategy.global_batch_size)
         with phase("backward"):
             engine.backward(loss, last=i == len(micro_batches) - 1)
@@ -118,18 +118,21 @@ def train_step(
 
 
 def loss_mask(family: Family, batch: Batch) -> torch.Tensor | None:
-    """The weight of the loss at each place [B, H, W], or [B, F, H, W]: 0 at a first frame of which nothing is learned,
-    and the others weigh so much more, as in the mean over them; 1 without such a frame. None: all weigh 1."""
+    """The weight of the loss at each place [B, H, W] or [B, F, H, W]; None: all weigh 1.
+
+    A given first frame, from which nothing is learned, has weight 0. Other frames weigh more, so that the mean is over
+    them. Samples without such a frame have weight 1.
+    """
     mask, frames = batch.extras.get(LOSS_MASK), batch.latents.shape[2]
-    given = kept_first(batch.latents, batch) if FAMILIES[family.CLASS_NAME].keeps_first else None
+    given = given_first_frame(batch.latents, batch) if FAMILIES[family.CLASS_NAME].keeps_first else None
     if given is None:
         return mask
     weights = given.new_full((len(given), frames, 1, 1), frames / (frames - 1), dtype=torch.float32)
     weights[:, 0] = 0
-    weights = torch.where(is_given(given)[:, 0], weights, 1.0)
+    weights = torch.where(has_first_frame(given)[:, 0], weights, 1.0)
     return weights if mask is None else weights * mask[:, None]
 
 
 def predict_by(engine: Engine, family: Family, batch: Batch, latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """The prediction of the engine's model for latents at t, with the batch's conditions."""
+    """The prediction of the engine's model for latents at t, under the batch's conditions."""
     return family.predict(engine.model, latents, t, batch)

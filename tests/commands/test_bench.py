@@ -1,4 +1,4 @@
-"""`bigdit bench memory`: memory runs out where it does, a real GPU is measured, and all forms say the same."""
+"""`bigdit bench memory`: memory runs out at the right size, a real GPU is measured, and text, page and JSON agree."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_every_heading_and_figure_says_that_the_gpu_is_emulated(emulated):
     where = "on the emulated NVIDIA GeForce RTX 3060"
     page, text = ((folder / f"memory.{form}").read_text() for form in ("html", "md"))
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE) + re.findall(r"<h[1-3]>(.+?)</h[1-3]>", page)
-    assert len(headings) == 2 * 6 + 2  # of the page alone: the process's, and where it comes from
+    assert len(headings) == 2 * 6 + 2  # only on the page: the process's, and their source
     assert [heading for heading in headings if where not in heading] == ["Where this comes from"]
     figures = [re.sub(r"<[^>]*>", "", figure) for figure in re.findall(r"<text.+?</text>", page, re.DOTALL)]
     titles = [figure.strip() for figure in figures if where in figure]
@@ -107,7 +107,7 @@ def test_the_text_has_the_peaks_of_each_phase(emulated):
 
 @pytest.mark.slow
 def test_this_machines_gpu_is_measured_and_one_that_is_emulated_says_so(emulated, tmp_path):
-    """The way of a real GPU, with an emulated one and a fake nvidia-smi in its place: a process a point, within the
+    """The code path of a real GPU, with an emulated one and a fake nvidia-smi: a process for each point, within the
     limit."""
     driver = tmp_path / "nvidia-smi"
     driver.write_text(f"#!/bin/sh\necho '{NVIDIA_SMI}'\n")

@@ -1,4 +1,4 @@
-"""`bigdit bench step`: all forms say the same, errors are a line."""
+"""`bigdit bench step`: text and JSON agree, and errors are one line."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_a_step_is_held_against_a_plain_loop_and_its_receipt_stays_one(features,
     assert compared["versions"]["torch"]
     assert printed == json.loads((tmp_path / "receipt.json").read_text())
     receipt = Receipt.model_validate(printed)
-    assert receipt.predicted_peak_allocated_bytes is receipt.error_percent is None  # of a CPU nothing is predicted
+    assert receipt.predicted_peak_allocated_bytes is receipt.error_percent is None  # no prediction on a CPU
     assert receipt.measured_peak_allocated_bytes
     assert receipt.seconds_per_step == pytest.approx(compared["contenders"][1]["seconds"]["median"], abs=1e-5)
     _, _, plain, _, own = compared["notes"][0].rpartition("losses after ")[2].replace(":", "").split()
@@ -39,9 +39,9 @@ def test_a_step_is_held_against_a_plain_loop_and_its_receipt_stays_one(features,
 @pytest.mark.parametrize(
     ("own", "plain", "status"),
     [
-        ([0.203, 0.204, 0.9], [0.2, 0.2, 0.2], 0),  # a slow round is no matter
+        ([0.203, 0.204, 0.9], [0.2, 0.2, 0.2], 0),  # a slow round does not matter
         ([0.203, 0.206, 0.206], [0.2, 0.2, 0.2], 1),
-        ([0.1, 0.1, 0.1], [0.19, 0.19, 0.19], 1),  # of so short a step nothing is said
+        ([0.1, 0.1, 0.1], [0.19, 0.19, 0.19], 1),  # nothing is reported about so short a step
     ],
 )
 def test_a_step_that_is_too_far_from_the_plain_loops_fails_the_benchmark(monkeypatch, capsys, own, plain, status):

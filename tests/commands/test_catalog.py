@@ -23,7 +23,7 @@ from bigdit.report.tables import cell, table
 
 @pytest.fixture
 def printed(monkeypatch):
-    """What a command prints to a plain 80-column stdout."""
+    """The command's output on a plain stdout of 80 columns."""
 
     def printed(command, **options):
         file = io.StringIO()
@@ -60,7 +60,7 @@ def test_models_read_well_at_80_columns(printed):
 
 
 def test_what_is_in_the_way_of_extraction_is_reported(monkeypatch):
-    """Where a row points to --json, a reason stands there."""
+    """A row that points to --json has its reason there."""
     assert all(m["extractable"] for m in json.loads(options(models.run, "--json").stdout))
     monkeypatch.delitem(PIPELINES, "CogView4Transformer2DModel")
     shown = json.loads(options(models.run, "--json").stdout)
@@ -129,7 +129,7 @@ def test_aliases_are_found_and_shown():
 
 
 def test_gpus_by_memory():
-    """The vendor's sizes, by what nvidia-smi shows in total: an A10 of 23028 MiB is a GPU of 24 GB."""
+    """The vendor's sizes, by the total that nvidia-smi shows: an A10 with 23028 MiB is a GPU of 24 GB."""
 
     def names(*arguments):
         return {gpu["name"] for gpu in json.loads(options(gpus.run, *arguments, "--json").stdout)}
@@ -210,7 +210,7 @@ def test_doctor_without_a_compiler(monkeypatch, tmp_path):
 
 
 def _environment(folder, version, cuda):
-    """An interpreter whose torch says of itself what is given; no other torch is on its path."""
+    """An interpreter with a fake torch that reports these values. No other torch is on its path."""
     torch = folder / "torch"
     torch.mkdir(parents=True)
     (torch / "__init__.py").touch()

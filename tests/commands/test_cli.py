@@ -1,4 +1,4 @@
-"""The command line: quick to answer, and clear about what it was not asked well."""
+"""The command line answers fast, and says clearly what is wrong with its input."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ COMMANDS = ("plan", "extract", "train", "sample", "bench", "models", "gpus", "do
 
 
 def best_of_five(*arguments):
-    """A command's answer, and its seconds of a core: what it waits for one is not its own on a busy machine."""
+    """A command's answer, and its CPU-seconds: waiting for a core of a busy machine does not count."""
     took = []
     for _ in range(5):
         before = os.times()
@@ -78,7 +78,7 @@ def test_pipes_get_no_trailing_blanks(arguments):
 
 
 def on_a_terminal(code, **environment):
-    """What a python program writes to a terminal."""
+    """What a Python program writes to a terminal."""
     leader, follower = os.openpty()
     with open(leader, "rb", buffering=0) as screen:
         process = subprocess.Popen(
@@ -92,7 +92,7 @@ def on_a_terminal(code, **environment):
         )
         os.close(follower)
         written = b""
-        with contextlib.suppress(OSError):  # as Linux says that the other end is closed
+        with contextlib.suppress(OSError):  # how Linux reports that the other end is closed
             while found := screen.read(4096):
                 written += found
         assert process.wait(timeout=60) == 0
@@ -111,14 +111,14 @@ log.out.print("[bold]done[/bold]")
 
 
 def test_no_color_is_without_control_codes():
-    assert b"\x1b[?25l" in on_a_terminal(SHOWN)  # the cursor is hidden while a line is drawn again and again
+    assert b"\x1b[?25l" in on_a_terminal(SHOWN)  # the cursor is hidden while a line is redrawn
     plain = on_a_terminal(SHOWN, NO_COLOR="1")
     assert b"\x1b" not in plain
     assert b"done" in plain
 
 
 def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
-    """Within a second of a core, which torch alone takes to be imported, by any launcher."""
+    """Within a second of a core, the time of importing torch alone, by any launcher."""
     line = f"error: data.features: {tmp_path} holds no latents; `bigdit extract --config RUN.yaml` makes them\n"
     arguments = ("--config", DIGITS, *with_set([*SINGLE, f"data.features={tmp_path}", f"output={tmp_path / 'run'}"]))
     done, took = best_of_five("train", *arguments)
@@ -126,7 +126,10 @@ def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
     assert took < 1
     assert SCHEMA == FILE
     assert not (tmp_path / "run").exists()
-    code = "import sys; from bigdit.train.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from bigdit.errors import guard; from bigdit.train.main import main; "
+        "guard(lambda: main(sys.argv[1:])); sys.exit('torch' in sys.modules)"
+    )
     done = run_command(sys.executable, "-c", code, *arguments)
     assert (done.returncode, done.stderr) == (0, line)
 
@@ -167,7 +170,7 @@ def test_a_wrong_call_ends_with_1(arguments, message):
 
 
 def test_a_working_folder_that_is_gone_is_a_line(tmp_path):
-    """In which torch's own libraries do not load, as a process of its own said of a plan."""
+    """torch's own libraries do not load there, as a plan's process reported."""
     gone = tmp_path / "gone"
     gone.mkdir()
     done = run_command("sh", "-c", f"cd {gone} && rmdir {gone} && exec {BIN / 'bigdit'} plan --model sana-600m")
@@ -192,7 +195,7 @@ def test_a_bug_ends_with_3_and_versions(monkeypatch, capsys):
 
 
 def test_interrupted_ends_with_130(capsys, monkeypatch):
-    """Within a command, by which it comes through all of its parsing."""
+    """Within a command, and also while it parses its arguments."""
 
     def interrupted(*arguments):
         raise KeyboardInterrupt
@@ -213,7 +216,7 @@ def test_interrupted_ends_with_130(capsys, monkeypatch):
     ids=["plan", "extract"],
 )
 def test_ctrl_c_says_so_and_no_worker_of_the_command_says_more(arguments, workers, images, tmp_path):
-    """As a terminal sends it: to every process of the command's group, which those of a plan are not in."""
+    """As a terminal sends it, to every process of the command's group. A plan's workers are not in that group."""
     places = with_set([f"data.images={images}", f"data.features={tmp_path / 'features'}"])
     with open(tmp_path / "said", "w") as printed:
         command = subprocess.Popen(
@@ -223,7 +226,7 @@ def test_ctrl_c_says_so_and_no_worker_of_the_command_says_more(arguments, worker
             stderr=printed,
             process_group=0,
         )
-        # Its workers begin: a whole extraction of so few digits takes less than a second.
+        # Its workers have started: extracting so few digits takes less than a second.
         until(lambda: len(started_by(command.pid)) >= workers or command.poll() is not None, within=120)
         started = started_by(command.pid)
         assert started
@@ -251,7 +254,7 @@ def test_ctrl_c_while_its_first_module_is_imported_says_so():
 
 
 def test_ctrl_c_while_what_was_interrupted_exits_is_no_traceback():
-    """Of the exit's own handlers, such as torch's, which take seconds."""
+    """In exit handlers, such as torch's, which take seconds."""
     code = (
         "import atexit, os, signal, sys, time\n"
         "def typed(seconds):\n"
@@ -278,7 +281,7 @@ def test_ctrl_c_while_what_is_done_exits_is_no_traceback():
 
 
 def test_an_empty_variable_for_torchs_messages_is_none():
-    """With one torch raises AttributeError when it is imported."""
+    """With an empty one torch raises AttributeError when it is imported."""
     code = "import sys; from bigdit.errors import guard; sys.exit(guard(lambda: print(__import__('torch').__name__)))"
     everything = {"env": os.environ | {"TORCH_LOGS": ""}, "capture_output": True, "text": True, "timeout": 60}
     done = subprocess.run([sys.executable, "-c", code], check=False, **everything)
@@ -286,7 +289,7 @@ def test_an_empty_variable_for_torchs_messages_is_none():
 
 
 def processes():
-    """Those of this machine that have not ended, each with the one that started it."""
+    """The machine's running processes, with their parents."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent, *_ = stat.read_text().rpartition(")")[2].split()
@@ -297,7 +300,7 @@ def processes():
 
 
 def started_by(pid):
-    """What the process has started, and what that has."""
+    """What the process has started, and what those have."""
     found, more = set(), {pid}
     while more:
         more = {child for child, parent in processes() if parent in more} - found

@@ -1,4 +1,4 @@
-"""`bigdit emulate`: scripts as they stand, on GPUs that are not there, through the command line."""
+"""`bigdit emulate` runs unmodified scripts on emulated GPUs, through the command line."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path, Path]
 def test_peaks_are_those_that_torch_tells_the_script(trained: tuple[Done, Path, Path]) -> None:
     done, _, _ = trained
     assert done.returncode == 0, done.stderr
-    reported = re.findall(r"^peak (\d+) (\d+)$", done.stderr, re.MULTILINE)  # what it prints gives way to the JSON
+    reported = re.findall(r"^peak (\d+) (\d+)$", done.stderr, re.MULTILINE)  # the JSON replaces the printed text
     assert len(reported) == 3
     gpu = done.account["gpus"][0]
     assert [gpu["peak_allocated_bytes"], gpu["peak_reserved_bytes"]] == [int(nbytes) for nbytes in reported[-1]]
@@ -175,7 +175,7 @@ def test_phases_are_reported_apart(trained: tuple[Done, Path, Path]) -> None:
     found = peaks(done.account)
     parameters, rows = 8 * (1024 + 1) * 1024 * 4, 2000 * 1024 * 4
     assert parameters + rows <= found["start"] < parameters + 2 * rows
-    assert found["forward"] > 3 * parameters + 9 * rows  # of the second step: parameters, two states, what is saved
+    assert found["forward"] > 3 * parameters + 9 * rows  # in the second step: parameters, two states, what is saved
     assert found["backward"] > found["forward"]
     assert 4 * parameters < found["step"] < found["backward"]
     spans = [span["phase"] for span in done.account["gpus"][0]["spans"]]
@@ -236,14 +236,14 @@ def test_a_script_that_catches_it_and_trains_on_fits(tmp_path: Path) -> None:
     assert "rows 524288" in done.stderr
     assert done.account["out_of_memory_count"] == 4
     assert done.account["fits"]
-    (notice,) = done.report["notices"]  # none of SGD, which has no state to hold
+    (notice,) = done.report["notices"]  # none for SGD, which has no state
     assert notice.startswith("memory ran out 4 times, and the script caught it")
     live = done.account["out_of_memory"][0]["live"]
     assert sum(group["nbytes"] for group in live) == done.account["out_of_memory"][0]["allocated_bytes"]
 
 
 def test_a_program_that_begins_again_and_takes_less_ended_well(tmp_path: Path) -> None:
-    """It trains nothing: the first time it becomes another program, the second it goes on with a quarter."""
+    """It trains nothing: at first it becomes another program, which then takes a quarter."""
     command = ("python", script(tmp_path, BEGINS_ANEW), 2**23)
     done = emulate("--gpu", "a40", "--out", tmp_path / "out", "--json", "--", *command)
     assert done.returncode == 0, done.stderr
@@ -268,11 +268,12 @@ def test_what_would_make_figures_wrong_is_reported(tmp_path: Path) -> None:
     assert "Stateless has no state after its step" in printed
     assert "first at train.py:13" in printed
     assert "the script records the allocator's history itself" in printed
-    assert int(done.stderr.strip().splitlines()[-1]) > 0  # which it finds as it left it
+    assert int(done.stderr.strip().splitlines()[-1]) > 0  # unchanged
 
 
 def test_an_optimizer_that_steps_chunk_by_chunk_takes_one_step(tmp_path: Path) -> None:
-    """As bigdit's own does of one process: the run ended within the first step, without most of the state."""
+    """As bigdit's optimizer does in a single process: the run had ended within the first step, without most of the
+    state."""
     done = emulate("--gpu", "a40", "--steps", 3, "--json", "--", "python", script(tmp_path, CHUNKS))
     assert done.returncode == 0, done.stderr
     assert (done.account["steps"], done.account["backwards"]) == (3, 3)
@@ -288,20 +289,20 @@ def state_of(account: dict[str, Any]) -> int:
 
 
 def test_two_processes_on_two_gpus(tmp_path: Path) -> None:
-    """Copies of one model; shards are on two machines."""
+    """Copies of one model, and shards on two machines."""
     command = ("torchrun", "--standalone", "--nproc-per-node", 2, script(tmp_path, SHARDS))
     done = emulate("--gpu", "a40", "--processes", 2, "--steps", 2, "--json", "--", *command, HOW="ddp")
     assert done.returncode == 0, done.stderr
     accounts = done.report["runs"][0]["accounts"]
     assert [(each["rank"], each["steps"], each["gpus"][0]["index"]) for each in accounts] == [(0, 2, 0), (1, 2, 1)]
     assert state_of(accounts[0]) >= 2 * PARAMETERS
-    assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot is of all GPUs
+    assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot has all GPUs
     process = accounts[0]["gpus"][0]["process"]
-    assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is not known
+    assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is unknown
 
 
 def test_two_machines_with_a_gpu_each(tmp_path: Path) -> None:
-    """Launchers find each other by variables, and each machine's GPUs have their own memory."""
+    """Launchers find each other by variables. Each machine's GPUs have their own memory."""
     command = ("torchrun", "--nproc-per-node", 1, script(tmp_path, SHARDS))
     done = emulate("--gpu", "a40", "--nodes", 2, "--steps", 2, "--json", "--", *command, HOW="fsdp")
     assert done.returncode == 0, done.stderr
@@ -332,7 +333,7 @@ torch.ones(1, device="cuda")
 
 
 def test_machines_with_networks_of_their_own(tmp_path: Path) -> None:
-    """Each has a name, an address and all ports. They meet at an address that is not this machine's."""
+    """Each has a name, an address and all ports. They meet at an address that this machine lacks."""
     file = script(tmp_path, NETWORKED)
     meets = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-id", 7, "--rdzv-endpoint", "node1:29500")
     command = ("torchrun", *meets, "--nproc-per-node", 1, file)

@@ -1,4 +1,4 @@
-"""How `bigdit emulate` ends: bad input, commands that die or use no GPU, signals; and that nothing is left of it."""
+"""How `bigdit emulate` ends: bad input, commands that fail or use no GPU, and signals. It leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_CUDA = r"torch \S+ in \S+ has no CUDA, .*: run `bigdit setup` "
 
 
 def test_a_script_that_dies_says_so_itself(tmp_path: Path) -> None:
-    """With its own status, but for 2, which means that it does not fit."""
+    """With the script's own status, except 2, which means that it does not fit."""
     file = script(
         tmp_path,
         "import sys, torch\ntorch.ones(1).cuda()\nprint('dying', file=sys.stderr)\nsys.exit(int(sys.argv[1]))\n",
@@ -57,7 +57,7 @@ def test_bad_input_is_one_line(arguments: tuple[object, ...], problem: str) -> N
 
 
 def test_a_build_for_cpus_is_reported_once(tmp_path: Path) -> None:
-    """As an error where the command ends by it, and as a note where it goes on."""
+    """As an error if the command fails by it, as a note if it continues."""
     for then, status, grade in (("", 1, "error: "), ("; true", 0, "note: a process of the command was not emulated: ")):
         done = emulate("--gpu", "a40", "--", "sh", "-c", f"{BIN}/python -c 'import torch'{then}")
         assert done.returncode == status

@@ -1,4 +1,4 @@
-"""`bigdit features`: what a store holds, whether every byte is right, and mending what is not."""
+"""`bigdit features`: what a store holds, whether every byte is right, and repair."""
 
 import json
 import os
@@ -24,7 +24,7 @@ PART = "part-000000000000-000000000240.safetensors"
 
 @pytest.fixture
 def store(features, tmp_path):
-    """A copy of the digits' store that may be harmed."""
+    """A copy of the digits' store that may be damaged."""
     return shutil.copytree(features, tmp_path / "store")
 
 
@@ -35,7 +35,7 @@ def flip(file, byte):
 
 
 def left_half_written(store):
-    """By a worker of a machine that is gone, and by one of this machine that is dead."""
+    """Files of a worker of a lost machine, and of a dead one of this machine."""
     me = WorkerName.here()
     folders = [store / FOLDER / str(worker) for worker in (replace(me, host="node7"), replace(me, started=1))]
     for folder in folders:
@@ -65,7 +65,7 @@ def test_info_tells_what_is_there_and_who_is_at_it(store):
 
 
 def test_info_reads_at_80_columns(store):
-    """What it says of the store and of its workers: the paths and names that follow stay whole, to be copied."""
+    """The lines about the store and its workers. Paths and names after them stay whole, to be copied."""
     done = in_process("features", "info", store)
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"{store}: whole; ")
@@ -120,7 +120,7 @@ def test_damage_is_found_named_and_repaired(store, images):
     mended = bigdit("features", "verify", store, "--repair", "--config", DIGITS, *settings)
     assert mended.returncode == 0, mended.stderr
     assert f"{PART}: encoded again" in mended.stdout
-    assert "Failed to load" not in mended.stderr  # libraries look for kernels that are not here
+    assert "Failed to load" not in mended.stderr  # libraries look for kernels that are not there
     assert (store / PART).read_bytes() == whole
     assert (store / "null_text.safetensors").read_bytes() == null_text
     report = verify(store, workers=2)
@@ -147,7 +147,7 @@ def test_a_wrong_name_is_told_without_encoders():
 
 @contextmanager
 def verifying(root):
-    """`bigdit features verify` by two processes at work: its process, and the ids of the others that live."""
+    """Two processes of `bigdit features verify` at work: its process, and the ids of the others."""
     make_store(root, 8000)
     command = [BIN / "bigdit", "features", "verify", root, "--workers", "2"]
     environment = os.environ | {"BIGDIT_TEST": str(root)}
@@ -160,7 +160,7 @@ def verifying(root):
 
     def at_work():
         assert main.poll() is None
-        return len(others()) >= 4  # two that read, the server that forked them, and multiprocessing's tracker
+        return len(others()) >= 4  # two readers, the server that forked them, and multiprocessing's tracker
 
     until(at_work, 120)
     yield main, others
@@ -177,7 +177,7 @@ def test_processes_that_verify_end_with_who_started_them(tmp_path):
 @pytest.mark.timeout(180)
 def test_a_killed_process_that_verified_is_a_line(tmp_path):
     with verifying(tmp_path / "store") as (main, others):
-        os.kill(max(others()), signal.SIGKILL)  # the last to start is one that reads
+        os.kill(max(others()), signal.SIGKILL)  # the last to start is a reader
         printed = main.communicate()[1].decode()
     assert main.returncode == 1
     assert printed.splitlines()[-1] == (
@@ -189,12 +189,12 @@ def test_a_killed_process_that_verified_is_a_line(tmp_path):
 def environment_of(folder):
     try:
         return (folder / "environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # it has ended, or belongs to another user
         return []
 
 
 def test_a_folder_in_the_place_of_a_part_is_one_line(store, images):
-    """Repair removes what is damaged, and a folder is somebody's."""
+    """Repair deletes what is damaged, and a folder may be somebody's."""
     (store / PART).unlink()
     (store / PART).mkdir()
     settings = with_set([f"data.images={images}", f"data.features={store}"])

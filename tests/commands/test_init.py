@@ -1,4 +1,4 @@
-"""`bigdit init`: a run.yaml for a model, a GPU and a folder of images, by options or by questions."""
+"""`bigdit init` writes a run.yaml for a model, a GPU and a folder of images, from options or questions."""
 
 import os
 import pty
@@ -14,7 +14,7 @@ DIT = ("--model", "dit-s-8", "--gpu", "rtx-3060-12g", "--lora", "0")
 
 
 def answered(folder, answers, *options):
-    """The command on a terminal, with a line for each question; what it printed, and its status."""
+    """The output and status of the command on a terminal, with a line for each question."""
     ours, theirs = pty.openpty()
     program = [str(BIN / "bigdit"), "init", *options]
     with subprocess.Popen(
@@ -67,4 +67,4 @@ def test_it_asks_for_what_is_left_out_and_writes_a_run_that_loads(tmp_path):
 def test_what_is_missing_or_wrong_is_one_line(options, line):
     done = in_process("init", *options)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"error: {line}")  # before the plan, which says that it began
+    assert done.stderr.startswith(f"error: {line}")  # before the plan, whose start is logged

@@ -1,4 +1,4 @@
-"""`bigdit profile`: any strategy of any config, as a ledger, a plot and a snapshot; and what it refuses."""
+"""`bigdit profile`: any strategy of any config as a ledger, a plot and a snapshot; and what it refuses."""
 
 import json
 import pickle
@@ -22,7 +22,7 @@ READ_BY_THE_PAGE = """
     TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS BININT BININT1 BININT2 LONG1 BINFLOAT NONE NEWTRUE
     NEWFALSE SHORT_BINUNICODE BINUNICODE
 """
-"""The opcodes that torch/utils/viz/MemoryViz.js knows; it stops at any other."""
+"""The opcodes that torch/utils/viz/MemoryViz.js knows. It stops at any other."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_a_user_s_model_under_zero(config, tmp_path):
 
 
 def check_snapshot(file, found):
-    """Torch's page can read it, its reports take it, and every allocation has its label, category and stack."""
+    """torch's page can read it, its reports accept it, and every allocation has a label, category and stack."""
     assert [each.name for each in file.parent.iterdir()] == [file.name]
     used = list(pickletools.genops(file.read_bytes()))
     assert {opcode.name for opcode, _, _ in used} <= set(READ_BY_THE_PAGE.split())

@@ -1,4 +1,4 @@
-"""`bigdit receipts`: what was measured is listed, and compared with emulated memory and estimated seconds."""
+"""`bigdit receipts` lists what was measured, and compares it with emulated memory and predicted seconds."""
 
 import json
 import math
@@ -13,8 +13,8 @@ from bigdit.search.calibration import UNPROVED
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two receipts of an A100 and one of an emulated one, one of a GPU that nobody knows, one of a CPU, and a file
-    that is none."""
+    """Two receipts of an A100, one of an emulated A100, one of an unknown GPU, one of a CPU, and a file that is no
+    receipt."""
     folder = tmp_path_factory.mktemp("receipts")
     made = {
         "one": receipt_of(),
@@ -36,7 +36,7 @@ def test_they_are_listed(folder):
     assert done.stdout.count("emulated") == 1
     assert "7.654" not in done.stdout
     assert "2.00 GiB  0.100 s" in done.stdout
-    assert f"note: {folder}/other.json is no receipt and was passed over: it is no mapping of keys" in done.stderr
+    assert f"note: {folder}/other.json is no receipt and was ignored: it is no mapping of keys" in done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     assert len(json.loads(in_process("receipts", "list", "--receipts", folder, "--json").stdout)) == 5
 
@@ -79,12 +79,12 @@ def test_they_are_compared_with_an_emulated_gpu(folder):
 
 @pytest.mark.slow
 def test_what_plans_take_from_them_is_shown_by_gpu(folder):
-    """The emulated one, which was slower and took more, counts for nothing."""
+    """The emulated one, which was slower and took more, does not count."""
     (row,) = json.loads(in_process("receipts", "compare", "--receipts", folder, "--json").stdout)[:1]
     (gpu,) = json.loads(in_process("receipts", "calibrate", "--receipts", folder, "--json").stdout)
     assert (gpu["gpu"], gpu["receipts"]) == ("a100-80g-sxm", 2)
-    # One receipt has bytes: twice its error, and half of what is assumed without any. One has seconds: the factor is
-    # what it took of what is predicted.
+    # One receipt has bytes: the margin is twice its error and half of the default. One has seconds: the factor is
+    # measured over predicted.
     off = abs(2 * GIB / row["predicted_peak_reserved_bytes"] - 1)
     assert gpu["margin"]["share"] == pytest.approx(min(2 * off + UNPROVED.share / 2, 0.99))
     seconds = row["predicted_seconds_per_step"]

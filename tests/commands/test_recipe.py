@@ -1,4 +1,4 @@
-"""`bigdit recipe`: what is listed, shown and copied is a run that its plan and `bigdit train` accept."""
+"""`bigdit recipe`: each run that it lists, shows and copies is accepted by its plan and by `bigdit train`."""
 
 import json
 from statistics import median

@@ -1,4 +1,4 @@
-"""bigdit setup, with small wheels in the place of torch's; and what commands say without the CUDA build of torch."""
+"""`bigdit setup` with small wheels in place of torch's, and what commands say without the CUDA build of torch."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ TRITON = "triton~=9.1; platform_system == 'Linux'"
 
 MAIN = "from bigdit.cli import main; main()"
 PIP_INSTALLED = f"import bigdit.processes as c, pathlib; c.ROOT = pathlib.Path('/absent'); {MAIN}"
-"""bigdit away from this checkout and its .venv-cuda."""
+"""bigdit without this checkout and its .venv-cuda."""
 
 
 def torch_wheel(folder, text, *requires):
@@ -39,7 +39,7 @@ def wheels(tmp_path):
 
 
 def variables(cache, wheels, **more):
-    """The environment of a user whose pip is held to CPU builds, and finds these wheels alone."""
+    """The environment of a user whose pip is restricted to CPU builds, and to these wheels."""
     constraint = wheels / "constraints.txt"
     constraint.write_text(f"torch=={version('torch')}\n")
     pip = {"NO_INDEX": 1, "FIND_LINKS": wheels, "CONSTRAINT": constraint, "CONFIG_FILE": os.devnull, "RETRIES": 1}
@@ -100,7 +100,7 @@ def test_setup_on_a_full_disk(tmp_path, wheels):
 
 
 def failed(done, printed, cache):
-    """It ended with this error, and nothing of what was installed is left."""
+    """It ended with this error, and left nothing installed."""
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"error: {printed}"), done.stderr
     assert [*cache.glob("cuda/*")] == []

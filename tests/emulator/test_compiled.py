@@ -1,4 +1,4 @@
-"""Compiled and FP8 scripts on emulated GPUs: Inductor and Triton compile for real, and their kernels are launched."""
+"""Compiled and FP8 scripts on emulated GPUs: Inductor and Triton really compile, and their kernels are launched."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ for _ in range(2):
 
 
 def trained(folder: Path, *arguments: str, gpu: str = "a40", **environment: str) -> Done:
-    """Inductor compiles within the script: each process that it would start imports torch, for seconds."""
+    """Inductor compiles in the script's process: others that it would start take seconds to import torch."""
     own = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | environment
     return emulate("--gpu", gpu, "--json", "--", "python", script(folder, SCRIPT), *arguments, timeout=240, **own)
 
@@ -84,8 +84,8 @@ def peak_and_kernels(done: Done) -> tuple[int, int]:
 
 
 def test_compiled_blocks_and_models_take_less_memory(tmp_path):
-    """Not fewer kernels: Inductor splits the sums of such small blocks. The model, compiled, ends after the steps that
-    are asked for, of which the second takes the most."""
+    """Not fewer kernels: Inductor splits the sums of such small blocks. The compiled model ends after the requested
+    steps, of which the second takes most."""
     eager, _ = peak_and_kernels(trained(tmp_path, "eager"))
     blocks, _ = peak_and_kernels(trained(tmp_path, "blocks"))  # whose graphs have no break
     file = script(tmp_path, SCRIPT)
@@ -95,8 +95,8 @@ def test_compiled_blocks_and_models_take_less_memory(tmp_path):
 
 
 def test_modes_that_tune_take_the_first_candidate_and_say_so(tmp_path):
-    """And CUDA graphs, which this mode makes, count what they launch."""
-    for _ in range(2):  # and with the cache of the first run
+    """CUDA graphs, which this mode makes, count their launches."""
+    for _ in range(2):  # also with the cache of the first run
         done = trained(tmp_path, "max-autotune")
         assert done.returncode == 0, done.stderr
         assert "an autotuner took its first candidate" in str(done.account["notices"])
@@ -118,7 +118,7 @@ def test_a_gpu_without_fp8_refuses_it(tmp_path):
 
 
 def test_own_kernels_and_flex_attention_run(tmp_path):
-    """The first configuration's block of registers is large, and compiles."""
+    """The first configuration, with its large block of registers, compiles."""
     done = emulate("--gpu", "a40", "--json", "--", "python", script(tmp_path, OWN_KERNEL), timeout=240)
     assert done.returncode == 0, done.stderr
     assert "{'B': 16384}" in done.stderr
@@ -171,7 +171,7 @@ def test_a_compilation_that_fails_outside_the_script_names_the_fix(tmp_path, wha
 
 
 def test_a_cache_that_takes_no_compiled_code_stops_no_script(tmp_path, monkeypatch):
-    """torch makes the folder of its compiler with its first import, in scripts that compile nothing too."""
+    """torch's first import makes its compiler's folder, even in scripts that compile nothing."""
     monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     (tmp_path / "emulator").mkdir()

@@ -1,4 +1,4 @@
-"""`--fake-weights`: pipelines that from_pretrained loads without a network, without disk and without RAM."""
+"""`--fake-weights`: from_pretrained loads pipelines without a network, disk space or RAM."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def disk_bytes(folder):
 
 @pytest.fixture(scope="module")
 def loaded(hub):
-    """What one process loads of it, by the name that it asks for."""
+    """What one process loads of it, by name."""
     done = subprocess.run(
         [sys.executable, "-c", LOAD, json.dumps(PIPELINES)],
         env={**os.environ, **hub[1]},
@@ -118,7 +118,7 @@ def test_diffusers_loads_the_pipeline(loaded, name):
         assert parts[f"tokenizer{suffix}"]["class"] == document()["tokenizers"][tokenizer]["class"]
     models_loaded = [part for part in parts.values() if "params" in part]
     assert all(part["zero"] and f"torch.{PIPELINES[name]}" in part["dtypes"] for part in models_loaded)
-    # Stable Diffusion 3.5 alone has 16 GB of weights; of T5 in fp16 transformers makes a third again, in fp32.
+    # Stable Diffusion 3.5 alone has 16 GB of weights. transformers makes another third of T5's fp16 as fp32.
     assert found["peak"] < 8 * 2**30
 
 
@@ -134,7 +134,7 @@ def test_hardly_any_disk(hub):
      ("gemma", 256000, 18, 50), ("qwen", 151646, 18, 50)],
 )  # fmt: skip
 def test_tokenizers_load_by_every_way_and_have_pieces_like_the_published(hub, kind, size, fewest, most):
-    """By its class, the fast one and by AutoTokenizer; from a folder, and from a subfolder of the cache."""
+    """By its class, by the fast one and by AutoTokenizer; from a folder, and from a subfolder of the cache."""
     import sentencepiece
     import transformers
 

@@ -1,4 +1,4 @@
-"""The GPU that is not there, as the CUDA build of torch sees it: figures, bytes, refusals, and what is left of it."""
+"""The emulated GPU as the CUDA build of torch sees it: figures, bytes, refusals, and what is left behind."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ print(json.dumps([written.sum().item(), torch.sort(torch.rand(300_000, device="c
     "name", ["v100-sxm2-32gb", "t4", "a100-80g-sxm", "a40", "l40s", "rtx-4090", "h100-sxm", "b200", "rtx-5090"]
 )
 def test_kernels_are_those_that_the_library_was_built_with(name):
-    """CUB refuses a generation for which it has no code: 8.9 runs what was built for 8.6."""
+    """CUB refuses a generation for which it has no code. 8.9 runs what was built for 8.6."""
     assert answers(name, SORTED) == [15.0, 300_000]
 
 
@@ -124,7 +124,7 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def test_a_limited_gpu_is_one_of_so_many_bytes():
-    """Two pages of 20 MiB are there, a block of 50 wants one more, and there is no fourth."""
+    """Two pages of 20 MiB exist. A block of 50 needs one more, and there is no fourth."""
     found = answers("h100-sxm", LIMITED.format(limit="limit(60 << 20)"), **EXPANDABLE)
     assert found == [20 * MIB, 0, 60 * MIB]
 
@@ -151,12 +151,12 @@ print(json.dumps([*found, taken(40)]))
 
 
 def test_a_final_limit_gives_nothing_more_once_it_has_refused_something():
-    """Though torch has given back what it kept; another limit starts from zero."""
+    """Even if torch has freed what it kept. Another limit starts from zero."""
     assert answers("h100-sxm", FINAL, **EXPANDABLE) == [[40, 0, 40], [40, 0, 0], 40]
 
 
 def test_torchs_own_limit_has_room_looked_for_where_a_gpu_has_it():
-    """Why attempts do not go by it: the block of 50 MiB counts whole beside the two pages that it lies on."""
+    """So attempts do not use it: the block of 50 MiB counts in full beside the two pages that it lies on."""
     own = "torch.cuda.set_per_process_memory_fraction(60.5 * 2**20 / torch.cuda.get_device_properties(0).total_memory)"
     found = answers("h100-sxm", LIMITED.format(limit=own), **EXPANDABLE)
     assert found[1:] == [1, 60 * MIB]
@@ -179,7 +179,7 @@ print(json.dumps(torch.cuda.memory_reserved()))
 
 
 def test_addresses_follow_from_the_gpu_and_not_from_its_limit():
-    """Where a block fits depends on how many addresses there are behind another."""
+    """Where a block fits depends on how many addresses follow another."""
     events = [8 * GIB, GIB, GIB, -1, -3, GIB // 2, 8 * GIB]
     of_gpu = [answers("rtx-3060-12g", ADDRESSES.format(limit=each, events=events), **EXPANDABLE) for each in (11, 40)]
     of_larger_gpu = answers("a40", ADDRESSES.format(limit=40, events=events), **EXPANDABLE)
@@ -205,9 +205,9 @@ sys.stdin.read()
             first.wait()
         again = subprocess.run([str(cuda_python()), "-c", FILL], env=environment, capture_output=True, text=True)
     assert '"CUDA out of memory' in full.stdout
-    assert f"Process {first.pid} has" in full.stdout  # torch asks NVML who else is there
+    assert f"Process {first.pid} has" in full.stdout  # torch asks NVML for other processes
     free = [int(done.stdout.split(",")[0].strip("[")) for done in (full, again)]
-    assert free[1] - free[0] > 5 * GIB  # what a killed process held is free again
+    assert free[1] - free[0] > 5 * GIB  # the memory of a killed process is free again
 
 
 def test_graphs_and_compiled_kernels_are_taken_and_counted():
@@ -269,7 +269,7 @@ def workspaces(gpu: str, runs: list[str], room: int = 0) -> list[int]:
 
 
 def test_convolutions_take_the_workspace_that_a_real_gpu_was_seen_to_take():
-    """With channels first; benchmarks/on_gpu/convolutions.json has the bytes, which are blocks of 512 here."""
+    """With channels first. benchmarks/on_gpu/convolutions.json has the bytes, here in blocks of 512."""
     seen = {
         "conv2d(like(1, 128, 256, 256), like(128, 128, 3, 3), padding=1)": 33_849_491,
         "conv2d(*half, stride=2)": 155_263_123,
@@ -290,12 +290,12 @@ def test_a_convolution_without_room_for_its_workspace_takes_none():
 
 
 def test_a_result_in_tf32_is_not_copied_on_ampere():
-    """Input and weight alone are, as the published peak of a VAE on an A100 has it (benchmarks/peers.md)."""
+    """Input and weight are, as the published peak of a VAE on an A100 shows (benchmarks/peers.md)."""
     assert workspaces("a40", ["conv2d(*single, padding=1)"]) == [4 * 128 * (256 * 256 + 128 * 9) + 512]
 
 
 def test_calls_of_libraries_fills_and_copies_by_direction_are_counted():
-    """Products are cuBLAS's, convolutions cuDNN's; a copy of rows that do not adjoin is one."""
+    """cuBLAS counts products, cuDNN convolutions. A copy of separate rows counts once."""
     found = answers(
         "a40",
         """

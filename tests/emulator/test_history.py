@@ -1,4 +1,4 @@
-"""The history of torch's allocator as the emulation replays it, and accounts of processes as they are read."""
+"""The emulator's replay of the history of torch's allocator, and the accounts of processes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ print(json.dumps([trace(seed) for seed in range(30)]))
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_blocks_are_as_large_as_the_allocator_cuts_them(expandable: bool) -> None:
-    """Only addresses and asked bytes are known; the totals must be the allocator's own, in one go or in two."""
+    """Only addresses and requested bytes are known. The totals must equal the allocator's own, in one go or in two."""
     found = answers("a40", _TRACES, PYTORCH_ALLOC_CONF=f"expandable_segments:{expandable}")
     assert sum(len(each["ooms"]) for each in found) > 10
     for seed, each in enumerate(found):
@@ -87,7 +87,7 @@ def test_a_curve_of_few_points_keeps_the_peaks() -> None:
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The phases that were marked, in their order."""
+    """The phases that were marked, in order."""
     found: list[str] = []
     monkeypatch.setattr(history, "mark", lambda phase, place: found.append(phase))
     yield found
@@ -98,7 +98,7 @@ def test_phases_nest_and_are_left_by_errors_too(entered: list[str]) -> None:
     steps.enter("backward")
     steps.enter("step")  # an optimizer that steps within backward
     steps.leave("step")
-    steps.enter("step")  # one that fails, and is never left
+    steps.enter("step")  # a phase that fails, and never ends
     steps.leave("backward")
     assert entered == ["backward", "step", "backward", "step", "start"]
 

@@ -1,4 +1,4 @@
-"""Host memory beside an emulated GPU: what shares pages, what nobody wrote, what is neither copied nor computed."""
+"""CPU memory beside an emulated GPU: shared pages, unwritten pages, and what is neither copied nor computed."""
 
 from gpus import answers
 
@@ -22,14 +22,14 @@ def test_host_tensors_share_pages_and_weights_are_not_drawn():
         """,
     )
     anonymous_kib, took, deviation, pinned = found
-    assert anonymous_kib < 2 * MIB  # KiB: 24 GiB of weights lie in 2 at most, libraries included
+    assert anonymous_kib < 2 * MIB  # KiB: 24 GiB of weights take 2 at most, with libraries
     assert took < 60
     assert deviation > 0.05
     assert pinned
 
 
 def test_batches_of_a_store_hold_what_is_read_into_them():
-    """Page-locked ones of 40 MiB, as texts of a micro-batch may be: others that size lie on the same pages."""
+    """Page-locked batches of 40 MiB, as large as texts of a micro-batch: others of that size share pages."""
     script = """
         import json, torch
         from bigdit.loader.buffers import Buffers
@@ -43,7 +43,7 @@ def test_batches_of_a_store_hold_what_is_read_into_them():
 
 
 def test_what_is_copied_to_shared_pages_is_zeros_and_takes_no_time():
-    """What was copied there would be lost; all other copies are what they were."""
+    """Values copied there would be lost. All other copies stay right."""
     found = answers(
         "a40",
         """
@@ -86,7 +86,7 @@ def test_what_is_copied_to_shared_pages_is_zeros_and_takes_no_time():
 
 
 def test_what_nobody_wrote_is_copied_as_zeros_and_what_somebody_wrote_as_it_is(tmp_path):
-    """Tensors of less than 32 MiB share no pages: they hold all that is written to them."""
+    """Tensors of less than 32 MiB share no pages: they keep all that is written to them."""
     found = answers(
         "a40",
         f"""

@@ -1,4 +1,4 @@
-"""The emulated GPU's libraries: how they are built, kept and found, and what is said where they cannot be."""
+"""The emulated GPU's libraries: how they are built, cached and found, and the message if they cannot be."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from bigdit.errors import UserError
 
 
 def test_libraries_stand_before_those_of_installed_packages(tmp_path):
-    """torch's DT_RPATH leads to NVIDIA's packages beside it, before LD_LIBRARY_PATH is asked."""
+    """torch's DT_RPATH leads to NVIDIA's packages beside it, before LD_LIBRARY_PATH."""
     site = tmp_path / "site"
     torch = Path(
         subprocess.run(
@@ -72,8 +72,8 @@ def test_a_missing_compiler_is_a_line(monkeypatch):
 
 @pytest.fixture(scope="module")
 def at_once(tmp_path_factory):
-    """A command that needs the libraries, its environment, and the folder that two of it have filled at once. With -s
-    it is none that starts warm, with libraries that were loaded before."""
+    """A command that needs the libraries, its environment, and the folder that two of it filled at once. With -s it
+    does not start warm, with libraries that are loaded already."""
     environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
     environment["BIGDIT_EMULATED_CACHE"] = str(tmp_path_factory.mktemp("libraries"))
     command = [str(cuda_python()), "-s", "-W", "ignore", "-c", "import torch; print(torch.cuda.device_count())"]
@@ -105,7 +105,7 @@ def test_damaged_libraries_are_built_again(at_once):
 
 
 def test_building_needs_only_a_compiler(tmp_path):
-    """No header and no library of NVIDIA's: the C stands for itself, and without a warning."""
+    """It needs no header and no library of NVIDIA's, and compiles without a warning."""
     for source in sorted(build.C.glob("*.c")):
         command = [build.compiler(), "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-nostdinc", "-c", source]
         standard = [f"-isystem{path}" for path in _include_paths()]

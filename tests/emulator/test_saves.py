@@ -1,4 +1,4 @@
-"""What scripts save on an emulated GPU: small files as they are, large ones with holes that load as zeros."""
+"""Files that scripts save on an emulated GPU: small ones as they are, large ones with holes that load as zeros."""
 
 import json
 import os
@@ -32,7 +32,7 @@ big = torch.ones(BIG // 4)
 
 
 def script(tmp_path, text):
-    """Run a script in an interpreter of its own, as the hook would: it patches torch."""
+    """Run a script in its own interpreter, as the hook would: it patches torch."""
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + textwrap.dedent(text)], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )

@@ -1,4 +1,4 @@
-"""`nvidia-smi` of the emulated GPU, as scripts and launchers ask it, and against what CUDA says of that GPU."""
+"""`nvidia-smi` of the emulated GPU, as scripts and launchers call it, beside what CUDA reports."""
 
 import json
 

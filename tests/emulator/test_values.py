@@ -1,4 +1,4 @@
-"""Values on the emulated GPU: small tensors hold what their operators compute; what nobody computed says so."""
+"""Values on the emulated GPU: small tensors hold what their operators compute, and uncomputed values are reported."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ print(json.dumps([read, [[found["text"], found["count"]] for found in notices.fo
 
 def test_what_no_kernel_computed_reads_zero_and_is_reported():
     read, printed = answers("a40", UNKNOWN)
-    assert read == [0.0, False, True, 0.0, 0, 7.0]  # zero is finite: a script that asks for it trains on
+    assert read == [0.0, False, True, 0.0, 0, 7.0]  # zero is finite: a script that checks it continues
     assert printed == [
         ["a condition on values that no kernel computed was read: they are 0", 2],
         ["a value that no kernel computed was read: it is 0", 2],
@@ -93,7 +93,7 @@ def test_what_no_kernel_computed_reads_zero_and_is_reported():
 
 
 def test_values_change_no_allocation():
-    """A dispatch mode would: under one, autograd sums gradients into new tensors."""
+    """A dispatch mode would: autograd then sums gradients into new tensors."""
     script = """
     import json, torch
     from torch import nn

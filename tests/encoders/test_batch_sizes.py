@@ -1,4 +1,4 @@
-"""How many samples are encoded at once, what is encoded once, and what 8 bits keep of it."""
+"""How many samples are encoded at once, what is encoded only once, and the precision of 8-bit storage."""
 
 import itertools
 
@@ -98,7 +98,7 @@ def test_texts_are_kept_before_the_next_are_encoded():
 
 
 class Counting:
-    """A text encoder that keeps what it was asked: four tokens a caption."""
+    """A text encoder that records its calls: four tokens a caption."""
 
     dim, pooled_dim, max_tokens, streams, identity = 8, 2, 4, {"more": (3, 5)}, {"name": "counting"}
 
@@ -131,14 +131,14 @@ def test_the_cache_is_bounded_in_bytes_and_lets_the_longest_unused_go():
     encoder = Counting()
     text_bytes = (4 * 8 + 2) * 2
     cache = TextCache(encoder, capacity_bytes=2 * text_bytes)
-    for caption in ("a", "b", "a", "c"):  # at the last, b goes
+    for caption in ("a", "b", "a", "c"):  # at the last one, b goes
         cache.encode([caption])
     assert cache.nbytes == 2 * text_bytes
     cache.encode(["a", "c"])
     assert encoder.asked == [["a"], ["b"], ["c"]]
     cache.encode(["b"])
     assert encoder.asked[-1] == ["b"]
-    assert len(cache.encode(list("defgh"))) == 5  # more than it keeps are still given
+    assert len(cache.encode(list("defgh"))) == 5  # more than it keeps are still returned
     assert cache.nbytes == 2 * text_bytes
 
 
@@ -162,7 +162,7 @@ def test_eight_bits_keep_the_values_within_their_spacing(scale):
 
 def test_a_token_with_one_huge_feature_keeps_its_own_scale_and_no_other():
     states = rows(3, 2304)
-    states[1, 7] = 2000.0  # as T5 and Gemma have them
+    states[1, 7] = 2000.0  # like those of T5 and Gemma
     back = dequantise(*quantise(states), torch.float32)
     error = (back - states).square().sum(1).sqrt() / states.square().sum(1).sqrt()
     assert error[1] < 0.03
@@ -201,9 +201,9 @@ def test_on_a_cpu_a_caption_has_the_same_bytes_in_any_company():
 
 def test_devices_are_taken_interleaved_or_refused(monkeypatch):
     assert encoding_device("cpu") == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # on a machine without
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # on a machine without one
     assert encoding_device("auto", 3) == torch.device("cpu")
     with pytest.raises(UserError, match=r"encoders\.device is cuda, and torch finds no GPU here"):
         encoding_device("cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)  # a GPU is missing here: its number alone is told
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)  # there is no GPU: only its number is known
     assert [encoding_device("auto", worker).index for worker in range(6)] == [0, 1, 2, 3, 0, 1]

@@ -1,4 +1,4 @@
-"""A store, the run's encoders and its plan: what does not go together is a line before the first step."""
+"""A store, the run's encoders and its plan: a mismatch is one line before the first step."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.encoders.fit import plan_misfits, run_misfits, smaller_than_planned, text_misfits
 from bigdit.encoders.folder import weights_sample
 from bigdit.encoders.load import load_image_codec, load_text_encoder
-from bigdit.errors import EXIT_USER
+from bigdit.errors import EXIT_USER, guard
 from bigdit.store.schema import StoreSchema
 from bigdit.store.tensors import config_digest
 from bigdit.train.main import main
@@ -26,7 +26,7 @@ TEXT = load_run(DIGITS).encoders.text.config
 
 
 def schema(codec=None, text=None, buckets=((8, 8), (8, 12), (12, 8))):
-    """Of the digits' store; `codec` and `text` in place of what encoded it."""
+    """The digits' store, with `codec` and `text` as its encoders."""
     own = {"class_name": "T5EncoderModel", "config": config_digest(TEXT), "weights": "0", "dtype": "fp32"}
     return StoreSchema(
         codec=codec or {"name": "identity", "factor": 2, "color": "gray"},
@@ -70,7 +70,7 @@ def test_the_encoders_that_a_run_names_are_those_of_its_store(tmp_path):
     assert line.startswith(f"it was encoded with config {config_digest(TEXT)}, and encoders.text has config ")
     (line,) = misfits(f"encoders.text={{pipeline: {tmp_path}}}")
     assert line == "it was encoded with class_name T5EncoderModel, and encoders.text has class_name FluxPipeline"
-    assert misfits(f"encoders.text={{path: {tmp_path}/nowhere}}") == []  # where no encoders are, nothing more is known
+    assert misfits(f"encoders.text={{path: {tmp_path}/nowhere}}") == []  # nothing more is known without encoders
 
 
 def test_other_weights_of_the_same_encoders_are_reported_apart_without_loading_them(tmp_path):
@@ -147,7 +147,7 @@ def test_training_by_a_plan_refuses_a_store_of_larger_samples(tmp_path, capfd):
         encoders={"text": {"config": {"d_model": DIM}, "max_tokens": TOKENS}},
     )
     arguments = ["--config", str(config), "--set", f"output={tmp_path}/run"]
-    assert main(arguments) == EXIT_USER
+    assert guard(lambda: main(arguments)) == EXIT_USER
     printed = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert printed == [
         f"error: data.features: {tmp_path}/store does not fit: its bucket {name} is {times} times the plan's "
@@ -156,7 +156,7 @@ def test_training_by_a_plan_refuses_a_store_of_larger_samples(tmp_path, capfd):
     ]
     make_store(tmp_path / "other", buckets=((8, 8), (8, 16)))
     arguments += ["--set", f"data.features={tmp_path}/other"]
-    assert main([*arguments, "--set", "plan=null"]) == EXIT_USER
+    assert guard(lambda: main([*arguments, "--set", "plan=null"])) == EXIT_USER
     printed = capfd.readouterr().err
     assert "it was encoded with the buckets 8 × 8, 8 × 16, and data.buckets is 8 × 8; set data.buckets to " in printed
 
@@ -192,7 +192,7 @@ def test_further_texts_are_those_that_the_model_is_fed():
         "768 pooled features, and the model's text_emb_dim is 2048",
         "llama_text of 2048 × 4096, and HiDreamImageTransformer2DModel takes 4096 × 4096",
     ]
-    for unusual in (None, 7, [], ["a"]):  # the class says what is wrong with them
+    for unusual in (None, 7, [], ["a"]):  # the class says what is wrong
         odd = hidream.model_copy(update={"kwargs": hidream.kwargs | {"llama_layers": unusual}})
         assert text_misfits(odd, {"text": (128, 4096), "llama_text": (9, 9)}, 2048) == []
     glyphs, without = {"text": (1000, 3584), "glyph_text": (128, 1472)}, {"text_embed_dim": 3584}
@@ -200,5 +200,5 @@ def test_further_texts_are_those_that_the_model_is_fed():
     assert text_misfits(spec.model_copy(update={"class_name": _IMAGE, "kwargs": without}), glyphs, None) == [
         f"glyph_text, which {_IMAGE} does not take"
     ]
-    unsaid = spec.model_copy(update={"kwargs": {}})  # what is left at the class's defaults is not judged
+    unsaid = spec.model_copy(update={"kwargs": {}})  # the class's defaults are not checked
     assert text_misfits(unsaid, {"text": (3, 4), "clip_text": (5, 6)}, None) == []

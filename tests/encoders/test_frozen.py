@@ -1,4 +1,4 @@
-"""Encoders that stay on the GPU: what they take there, and the catalogue's at full size."""
+"""Encoders that stay on the GPU: their memory, and the catalogue's encoders at full size."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_encoders_stay_on_the_gpu_and_chunks_lower_the_peak_of_encoding_alone(
 
 @pytest.mark.slow
 def test_encoders_alone_take_turns_on_the_gpu(gpus: EmulatedGpus) -> None:
-    """Each phase has its own weights there, and no others."""
+    """In each phase its own weights are there, and no others."""
     request = _request(KL, T5, "bf16", None).model_copy(update={"part": "encoders"})
     attempt, frozen = gpus.attempt(request), FrozenEncoders(_encoders(KL, T5))
     for phase, modules in ((OF_IMAGES, frozen.of_images()), (TEXTS, frozen.of_texts())):
@@ -150,12 +150,12 @@ def test_encoders_alone_take_turns_on_the_gpu(gpus: EmulatedGpus) -> None:
 
 
 def _block(tensor: torch.Tensor) -> int:
-    """What the allocator gives for it."""
+    """The bytes that the allocator gives for it."""
     return -(-tensor.nbytes // 512) * 512
 
 
 def test_chunks_change_no_feature() -> None:
-    """The same latents, text and mask however many samples are encoded at once, to rounding."""
+    """Up to rounding, latents, text and mask do not depend on how many samples are encoded at once."""
     torch.manual_seed(0)
     encoders = OnlineEncoders(pixels=(3, 16, 16), vae=KL, text=(T5.model_copy(update={"dtype": "fp32"}),))
     frozen = FrozenEncoders(encoders)
@@ -188,7 +188,8 @@ def test_latents_are_those_of_the_extracting_codec(tmp_path: Path) -> None:
 
 
 def test_several_text_encoders_make_one_sequence_and_one_pooled_vector() -> None:
-    """As Stable Diffusion 3: two CLIPs side by side, padded to T5's width, then T5; the pooled vectors joined."""
+    """As in Stable Diffusion 3: two CLIPs side by side, padded to T5's width, then T5. The pooled vectors are
+    joined."""
     encoders = OnlineEncoders(pixels=(3, 16, 16), vae=KL, text=(CLIP, CLIP, T5))
     assert encoders.extras == ("pooled_text",)
     raw = raw_batch(encoders, SHAPE, _strategy("bf16", None))
@@ -272,7 +273,7 @@ print(json.dumps(answers))
 
 @pytest.mark.slow
 def test_the_catalogue_s_encoders_make_what_its_models_are_fed(tmp_path: Path) -> None:
-    """The real VAEs and text encoders at full size: the shapes are those of a cached batch."""
+    """The real VAEs and text encoders at full size make the shapes of a cached batch."""
     text = {name: model(name).text for name in VIDEOS}
     shapes = {name: batch_shape(model(name), model(name).resolution) for name in IMAGES} | {
         name: BatchShape(latents=latents, text=text[name] and (text[name].tokens, text[name].dim))

@@ -1,4 +1,4 @@
-"""What encoders take of the host: by their folders, what the loaded ones hold, to the byte."""
+"""CPU memory of encoders: the bytes of loaded ones, predicted from their folders exactly."""
 
 import pytest
 import tiny_pipelines
@@ -21,7 +21,7 @@ def held(*modules):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("name", "encoder"),
-    [("StableDiffusion3Pipeline", "text_encoder_2"), ("Krea2Pipeline", "text_encoder")],  # of three, and of one
+    [("StableDiffusion3Pipeline", "text_encoder_2"), ("Krea2Pipeline", "text_encoder")],  # for three, and for one
 )
 def test_folders_tell_what_the_loaded_weights_hold(tmp_path, name, encoder, dtype):
     kl().save_pretrained(tmp_path / "vae")
@@ -34,7 +34,7 @@ def test_folders_tell_what_the_loaded_weights_hold(tmp_path, name, encoder, dtyp
     assert found.vae == held(DiffusersVae(image, "cpu", 1)._vae)
     assert found.known == f"text encoder {gib(found.text_encoder)} and VAE {gib(found.vae)}"
     assert (found.known_bytes, found.unknown) == (found.text_encoder + found.vae, None)
-    (tmp_path / encoder / "model.safetensors").unlink()  # the others alone would be too little
+    (tmp_path / encoder / "model.safetensors").unlink()  # the others alone would be too few
     assert host_weights(EncodersConfig(image=image, text=text)).unknown == "text encoder"
 
 
@@ -43,7 +43,7 @@ def test_what_has_no_folder_is_not_known(text):
     found = host_weights(EncodersConfig(image={"name": "identity"}, text=TextEncoderConfig(**text)))
     assert found == HostWeights(text_encoder=None, vae=0)
     assert (found.known, found.unknown, found.known_bytes) == (None, "text encoder", 0)
-    assert host_weights(EncodersConfig(image={"name": "identity"})).unknown is None  # of a model of classes
+    assert host_weights(EncodersConfig(image={"name": "identity"})).unknown is None  # for a model of classes
 
 
 def test_what_sees_first_frames_is_counted(tmp_path):

@@ -1,4 +1,4 @@
-"""Folders of models as a stranger may hand them over: nothing in them runs, is unpickled, or is waited for."""
+"""Hostile folders of models: nothing in them runs, is unpickled, or makes bigdit wait."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ WEIGHTS = {"text_encoder": "model.safetensors", "vae": "diffusion_pytorch_model.
 
 
 class Harm:
-    """What its pickle does when it is opened: it makes the file `ran`."""
+    """Its pickle creates the file `ran` when it is loaded."""
 
     def __reduce__(self):
         return Path.touch, (Path("ran"),)
@@ -32,7 +32,7 @@ class Harm:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """A pipeline, and beside it a VAE and a T5 with its tokenizer."""
+    """A pipeline, and a separate VAE and T5 with its tokenizer."""
     folder = tmp_path_factory.mktemp("sound")
     tiny_pipelines.save(folder, "WanPipeline")
     tiny_vaes.kl().save_pretrained(folder / "vae")
@@ -44,7 +44,7 @@ def sound(tmp_path_factory):
 
 @pytest.fixture
 def handed(sound, tmp_path, monkeypatch):
-    """A copy that may be changed; code would run, and pickles be opened, in the working folder. No wait is endless."""
+    """A copy to be changed. Code and pickles would run in the working folder. No wait is endless."""
     monkeypatch.chdir(tmp_path)
     signal.alarm(LIMIT_S)
     yield shutil.copytree(sound, tmp_path / "handed")
@@ -53,7 +53,7 @@ def handed(sound, tmp_path, monkeypatch):
 
 
 def load(folder, part):
-    """What loads a part as a run does."""
+    """Load a part as a run does."""
     if part == "vae":
         return DiffusersVae(VaeCodec(class_name="AutoencoderKL", path=folder / "vae"), "cpu", 1)
     where = {"path": folder / "t5", "class_name": "T5EncoderModel"} if part == "t5" else {"pipeline": folder}
@@ -70,7 +70,7 @@ def refused(folder, part):
 
 
 def shards(folder, name):
-    """An index in the place of a part's weights, all of which it says to be in a file."""
+    """Replace a part's weights by an index that says they are all in one file."""
     weights = folder / WEIGHTS[folder.name]
     weights.rename(folder / "away")
     weights.with_name(f"{weights.name}.index.json").write_text(
@@ -79,7 +79,7 @@ def shards(folder, name):
 
 
 def outside(file):
-    """A link in a file's place, to the file out of its folder."""
+    """Replace a file by a link that leads out of its folder."""
     elsewhere = Path("elsewhere") / file.name
     elsewhere.parent.mkdir()
     file.rename(elsewhere)
@@ -87,7 +87,7 @@ def outside(file):
 
 
 def with_code(file, key, **more):
-    """Have a config name a class of python beside it."""
+    """Let a config name a Python class in a file beside it."""
     (file.parent / "evil.py").write_text("open('ran', 'w')\nclass Evil: pass\n")
     changed(file, auto_map={"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]})
     changed(file, **more)

@@ -1,4 +1,4 @@
-"""From images to the pixels of a bucket, and through the identity codec and back."""
+"""From images to a bucket's pixels, through the identity codec and back."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_larger_images_are_resized_and_cropped_about_the_centre():
     _, pixels = bucket_pixels(ramp, [(8, 8)], "gray")
     centres = 50 + (np.arange(8) + 0.5) * 100 / 8 - 0.5  # columns 50 to 150, in eight
     assert pixels.shape == (1, 8, 8)
-    assert np.abs(pixels[0] - centres).max() <= 1  # a ramp stays one, but for rounding
+    assert np.abs(pixels[0] - centres).max() <= 1  # a ramp stays a ramp, up to rounding
 
 
 @pytest.mark.parametrize(("at", "first"), [(0, 0), (0.5, 50), (1, 100)])

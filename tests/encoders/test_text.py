@@ -1,4 +1,4 @@
-"""Captions through the text encoders of pipelines, as diffusers encodes them."""
+"""Captions through pipelines' text encoders equal diffusers' encoding."""
 
 import inspect
 import json
@@ -18,7 +18,7 @@ from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
 
 FLUX_PIPELINES = ("FluxControlPipeline", "FluxFillPipeline", "FluxKontextPipeline", "FluxPipeline")
-# What each pipeline's own call asks of its encode_prompt, written out: its defaults, read in diffusers 0.42.1.
+# The arguments of encode_prompt in each pipeline's own call, as in diffusers 0.42.1.
 CALLS = {
     "AuraFlowPipeline": {"max_sequence_length": 256},
     "BriaPipeline": {"max_sequence_length": 128},
@@ -65,7 +65,7 @@ WITH_INSTRUCTION = ("SanaPipeline", "SanaSprintPipeline", "SanaVideoPipeline")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder and the parts of a pipeline's text half, each made once."""
+    """A pipeline's text half, made once: its folder and its parts."""
     made = {}
 
     def of(class_name):
@@ -78,29 +78,29 @@ def saved(tmp_path_factory):
 
 
 def call(class_name, pipeline, caption, **arguments):
-    """The pipeline's own encode_prompt of one caption, padded as in its call: names to what it returns."""
+    """The pipeline's own encode_prompt of one caption, padded as in its call. Returns its results by name."""
     asked = CALLS[class_name] | arguments
     if class_name in WITH_INSTRUCTION:
         parameters = inspect.signature(type(pipeline).__call__).parameters
         asked["complex_human_instruction"] = parameters["complex_human_instruction"].default
-    if class_name != "LongCatImagePipeline":  # which encodes where its text encoder is
+    if class_name != "LongCatImagePipeline":  # it encodes where its text encoder is
         asked["device"] = torch.device("cpu")
     with torch.no_grad():
         returned = pipeline.encode_prompt(prompt=[caption], **asked)
     given = dict(zip(RECIPES[class_name].gives, returned, strict=True))
-    # Krea 2's transformer is given the layers of a token, which are its features here.
+    # Krea 2's transformer gets a token's layers, which are its features here.
     return given | ({"states": given["states"].flatten(2)} if class_name == "Krea2Pipeline" else {})
 
 
 def fed(class_name, given, prefix=""):
-    """What the pipeline's transformer sees of one caption: states without what it masks, and the pooled vector."""
+    """What the pipeline's transformer gets of one caption: states without masked ones, and the pooled vector."""
     states, pooled = given[f"{prefix}states"][0], given.get(f"{prefix}pooled")
     mask = None if RECIPES[class_name].padding == "kept" else given.get(f"{prefix}mask")
     return states if mask is None else states[mask[0].bool()], None if pooled is None else pooled[0]
 
 
 def same(text, states, pooled):
-    # What comes after the text is what the loader pads with.
+    # The loader pads with what comes after the text.
     assert torch.allclose(text.states, states[: len(text.states)], atol=2e-5)
     assert not states[len(text.states) :].any()
     assert (text.pooled is None) == (pooled is None)
@@ -123,13 +123,11 @@ def test_captions_are_encoded_as_the_pipeline_does(class_name, saved):
         assert set(lengths) == {encoder.max_tokens}
     else:
         assert max(lengths) == encoder.max_tokens  # the caption that is too long fills it
-        # HunyuanVideo-1.5 reads a space where there is no caption, as many tokens as of a cat; CogView4 sixteen.
+        # HunyuanVideo-1.5 reads a space for an empty caption, with as many tokens as a cat; CogView4 reads sixteen.
         assert lengths[1] <= lengths[4] <= lengths[0] < lengths[2]
         hunyuan = class_name.startswith("HunyuanVideo15")
         assert hunyuan or class_name == "CogView4Pipeline" or lengths[1] < lengths[4]
-    tail = (
-        12 if class_name.startswith("HunyuanVideo15") else 3
-    )  # after a caption come the words of an answer's beginning
+    tail = 12 if class_name.startswith("HunyuanVideo15") else 3  # after a caption, the template begins the answer
     own = [text.states[: text.shown][-tail:] for text in (texts[0], texts[6])]
     assert not torch.allclose(*own, atol=1e-3)
 
@@ -140,10 +138,8 @@ def words(count):
 
 @pytest.mark.parametrize("class_name", sorted(PARTS))
 def test_captions_that_a_tokenizer_cuts_are_reported_from_those_that_just_fit(class_name, saved):
-    """Of a caption that was cut, words at its end change nothing; the end of a template is cut before it is.
-
-    Each caption is encoded alone: in batches of other sizes sums are rounded otherwise.
-    """
+    """Words at the end of a cut caption change nothing. A template's end is cut before the caption is. Each caption
+    is encoded alone, since batches of other sizes round sums differently."""
     encoder = load_text_encoder(TextEncoderConfig(pipeline=saved(class_name)[0]), batch_size=1)
     *texts, cat = encoder.encode([words(1200), words(1201), "a cat"])
     long, longer = ({cut.tokenizer: cut for cut in text.cuts} for text in texts)
@@ -152,7 +148,7 @@ def test_captions_that_a_tokenizer_cuts_are_reported_from_those_that_just_fit(cl
     assert {name for name, cut in long.items() if cut.key == "encoders.text.max_tokens"} == max_tokens_raise(class_name)
     name, loosest = max(long.items(), key=lambda each: each[1].limit)
     word = longer[name].longest - loosest.longest
-    most = 1200 - -((loosest.limit - loosest.longest) // word)  # words that it takes whole
+    most = 1200 - -((loosest.limit - loosest.longest) // word)  # words that it knows whole
     less, whole, more, cut, same = encoder.encode([words(most + each) for each in (-1, 0, 1, 20, 21)])
     assert [name in {cut.tokenizer for cut in text.cuts} for text in (less, whole, more, cut)] == [False] * 2 + [
         True
@@ -162,7 +158,7 @@ def test_captions_that_a_tokenizer_cuts_are_reported_from_those_that_just_fit(cl
 
 
 def max_tokens_raise(class_name):
-    """The tokenizers whose length encoders.text.max_tokens says; the others have their own."""
+    """Tokenizers whose length encoders.text.max_tokens sets. The others have their own length."""
     several = {
         **{name: {"tokenizer_2"} for name in FLUX_PIPELINES},
         "HiDreamImagePipeline": {"tokenizer", "tokenizer_2", "tokenizer_3", "tokenizer_4"},
@@ -182,7 +178,8 @@ def tensors_of(text):
 
 
 def test_words_within_quotes_that_a_second_encoder_reads_are_cut_in_any_batch(saved):
-    """HunyuanImage's ByT5 reads them alone, and LongCat has them letter by letter: a batch mixes captions with none."""
+    """HunyuanImage's ByT5 reads only them, and LongCat reads them letter by letter. The batch also has captions
+    without quotes."""
     quoted = f'a sign "{words(100)}" in the rain'
     for class_name, tokenizer in (("HunyuanImagePipeline", "tokenizer_2"), ("LongCatImagePipeline", "tokenizer")):
         encoder = load_text_encoder(TextEncoderConfig(pipeline=saved(class_name)[0], max_tokens=300), batch_size=4)
@@ -192,7 +189,7 @@ def test_words_within_quotes_that_a_second_encoder_reads_are_cut_in_any_batch(sa
 
 
 def test_all_states_of_a_model_that_pools_them_are_kept_and_a_second_text_next_to_them(saved):
-    """HunyuanDiT: mT5's, whose mask stands for their first ones, and CLIP's without padding; to the bit."""
+    """HunyuanDiT: all of mT5's states, whose mask covers the first ones, and CLIP's without padding; to the bit."""
     folder, parts = saved("HunyuanDiTPipeline")
     encoder, pipeline = load_text_encoder(TextEncoderConfig(pipeline=folder)), pipeline_of("HunyuanDiTPipeline", parts)
     assert (encoder.dim, encoder.max_tokens, encoder.streams) == (16, 256, {"clip_text": (77, 8)})
@@ -215,7 +212,7 @@ def test_all_states_of_a_model_that_pools_them_are_kept_and_a_second_text_next_t
 
 
 def test_all_layers_of_llama_are_kept_next_to_t5(saved):
-    """HiDream: one after another, as its encode_prompt stacks them; with padding, which its blocks attend to."""
+    """HiDream: one after another, as its encode_prompt stacks them, with padding, to which its blocks attend."""
     folder, parts = saved("HiDreamImagePipeline")
     encoder = load_text_encoder(TextEncoderConfig(pipeline=folder), batch_size=1)
     assert (encoder.dim, encoder.max_tokens, encoder.pooled_dim) == (16, 128, 12)
@@ -233,7 +230,7 @@ def test_all_layers_of_llama_are_kept_next_to_t5(saved):
 
 
 def test_what_stands_in_quotes_is_a_text_of_its_own(saved):
-    """HunyuanImage: ByT5's, of no tokens where nothing is to be written in the image."""
+    """HunyuanImage: ByT5's text has no tokens if the caption quotes none."""
     folder, parts = saved("HunyuanImagePipeline")
     encoder = load_text_encoder(TextEncoderConfig(pipeline=folder))
     assert (encoder.dim, encoder.max_tokens, encoder.streams) == (16, 1000, {"glyph_text": (128, 12)})
@@ -242,7 +239,7 @@ def test_what_stands_in_quotes_is_a_text_of_its_own(saved):
     given = call("HunyuanImagePipeline", pipeline, caption)
     glyphs = given["glyph_text"][0][given["glyph_text_mask"][0].bool()]
     assert torch.equal(written.streams["glyph_text"].states, glyphs)
-    assert len(glyphs) == len('Text "OPEN". ') + 1  # ByT5's tokens are bytes, and an end
+    assert len(glyphs) == len('Text "OPEN". ') + 1  # ByT5's tokens are bytes and an end
     for text in (plain, encoder.null()):
         assert text.streams["glyph_text"].states.shape == (0, 12)
     short = load_text_encoder(TextEncoderConfig(pipeline=folder, max_tokens=9))
@@ -306,7 +303,7 @@ def test_batches_of_like_lengths_are_padded_to_their_longest_alone(saved, monkey
 
 
 def test_an_encoder_is_read_by_its_own_config_or_by_that_of_the_whole_model(saved, tmp_path):
-    """T5Gemma's: both are read of PRX's folder."""
+    """Both of T5Gemma's are read from PRX's folder."""
     folder, _ = saved("PRXPipeline")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "text_encoder/config.json"
@@ -319,7 +316,7 @@ def test_an_encoder_is_read_by_its_own_config_or_by_that_of_the_whole_model(save
 
 
 def test_layers_are_those_that_the_folder_s_index_names(saved, tmp_path):
-    """Krea 2's, which the identity of its texts tells."""
+    """Krea 2's. The identity of its texts includes them."""
     folder, _ = saved("Krea2Pipeline")
     found = load_text_encoder(TextEncoderConfig(pipeline=folder))
     assert (found.dim, found.identity["text_encoder_select_layers"]) == (3 * 16, [1, 2, 4])
@@ -374,7 +371,7 @@ def test_a_length_is_a_multiple_of_what_the_pipeline_pads_to(saved):
 
 
 def test_what_is_attended_to_is_that_of_a_caption_alone(saved):
-    """CogView4: padded to a multiple of 16 before its words, to the bit, in whatever company."""
+    """CogView4 pads to a multiple of 16 before the words: to the bit, whatever else is in the batch."""
     folder, parts = saved("CogView4Pipeline")
     texts = load_text_encoder(TextEncoderConfig(pipeline=folder), batch_size=3).encode(CAPTIONS)
     assert {len(text.states) % 16 for text in texts} == {0}
@@ -388,7 +385,7 @@ def test_encoders_compute_in_the_dtype_that_is_asked_for(saved):
     exact = load_text_encoder(TextEncoderConfig(pipeline=folder)).encode(CAPTIONS[:1])[0]
     rounded = load_text_encoder(TextEncoderConfig(pipeline=folder, dtype="bf16")).encode(CAPTIONS[:1])[0]
     assert (rounded.states.dtype, rounded.pooled.dtype) == (torch.bfloat16, torch.bfloat16)
-    # Two layers, each rounding to 8 bits of significance, of states of about 1.
+    # Two layers that round states of about 1 to 8 significant bits.
     assert torch.allclose(rounded.states.float(), exact.states, atol=0.1)
     assert not torch.equal(rounded.states.float(), exact.states)
 
@@ -450,7 +447,7 @@ def test_weights_are_not_unpickled_and_missing_ones_not_drawn(tmp_path):
 
 
 def test_a_tokenizer_of_sentencepiece_alone_is_read(tmp_path):
-    """As the published PixArt-Σ has it: spiece.model, and no tokenizer.json."""
+    """The published PixArt-Σ has spiece.model and no tokenizer.json."""
     import sentencepiece
 
     tiny_pipelines.save(tmp_path, "PixArtSigmaPipeline")

@@ -1,4 +1,4 @@
-"""Text encoders whose weights are one file each, in the names and dtypes of ComfyUI's files."""
+"""Text encoders in one file each, with the names and dtypes of ComfyUI's files."""
 
 import shutil
 
@@ -21,7 +21,7 @@ CAPTIONS = ["a cat", "", "two dogs and a red house"]
 
 
 def scaled(tensors):
-    """Matrices in fp8 with a scale beside each, as ComfyUI stores them."""
+    """Matrices in fp8 with a scale for each, as ComfyUI stores them."""
     found = {"scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn), "spiece_model": torch.zeros(9, dtype=torch.uint8)}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and "SelfAttention" in name and name.endswith(".weight"):

@@ -1,4 +1,4 @@
-"""Encoders that have no room on a GPU together take turns there, and make the same features to the bit."""
+"""Encoders that do not fit a GPU together take turns, and make the same features to the bit."""
 
 import pytest
 import torch
@@ -132,7 +132,7 @@ def test_they_take_turns_from_where_memory_runs_out(found):
 def test_weights_that_lay_between_the_others_leave_their_segments(found):
     weights, reserved = found["of small weights"]
     assert weights == 448 * 36 * 1024
-    assert weights <= reserved <= weights + 2 * 2**20  # torch's segments of small tensors are of 2 MiB
+    assert weights <= reserved <= weights + 2 * 2**20  # torch's segments for small tensors are 2 MiB
 
 
 def test_what_has_no_room_alone_is_a_line(found):
@@ -159,7 +159,7 @@ def test_a_host_that_runs_out_has_no_turns():
 
 
 class Unmovable(torch.nn.Linear):
-    """Weights that wait on a host that has no room for them."""
+    """Weights that wait in CPU memory that has no room for them."""
 
     def to(self, device):
         return torch.empty(2**60, dtype=torch.uint8, device=device)

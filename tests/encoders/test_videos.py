@@ -1,4 +1,4 @@
-"""Videos to latents and back: their buckets, the VAEs that take frames, and what does not fit a model of videos."""
+"""Videos to latents and back: their buckets, the VAEs that take frames, and what a video model does not accept."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ LENGTHS = [(1, 8, 8), (5, 8, 8), (9, 8, 8), (9, 8, 16), (5, 4, 8)]
 
 
 def frames(count, height=8, width=8):
-    """Of which the n-th has the value n."""
+    """Frames; the n-th has the value n."""
     return (Image.new("RGB", (width, height), (number,) * 3) for number in range(count))
 
 

@@ -1,4 +1,4 @@
-"""Encoders with weights: VAEs of diffusers, T5 of transformers, loaded from folders that they saved."""
+"""Encoders with weights, loaded from folders that they saved: VAEs of diffusers, T5 of transformers."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def channels(values, z):
 
 
 def normalised(vae, z, kind):
-    """As the pipelines that encode images write it."""
+    """As the pipelines that encode images compute it."""
     if kind == "scale":
         return z * vae.config.scaling_factor
     if kind == "buffers":  # LTXPipeline._normalize_latents
@@ -66,7 +66,7 @@ _LDM = {
     r"\.mid_block\.attentions\.0\.to_([qkv])": r".mid.attn_1.\1",
     r"\.mid_block\.attentions\.0\.to_out\.0": ".mid.attn_1.proj_out",
     r"down_blocks\.(\d)": r"down.\1",
-    r"up_blocks\.0": "up.1*",  # which are numbered the other way round
+    r"up_blocks\.0": "up.1*",  # they are numbered in reverse
     r"up_blocks\.1": "up.0",
     r"\*": "",
     r"\.resnets\.": ".block.",
@@ -74,7 +74,7 @@ _LDM = {
     r"(down|up)samplers\.0": r"\1sample",
     "conv_norm_out": "norm_out",
 }
-"""From diffusers' names of AutoencoderKL to those of the original project."""
+"""From diffusers' names for AutoencoderKL to the original project's."""
 
 
 def in_original_names(vae, prefix):
@@ -271,7 +271,7 @@ def test_padding_does_not_reach_the_encoding():
     together = encoder.encode(CAPTIONS)
     assert [text.states.shape for text in together] == [(6, 32), (1, 32), (24, 32), (12, 32), (6, 32)]  # bytes and </s>
     for caption, text in zip(CAPTIONS, together, strict=True):
-        # Masked positions have weight zero; fp32 sums of another length may differ in the last bits.
+        # Masked positions have weight zero. fp32 sums of another length may differ in the last bits.
         assert torch.allclose(encoder.encode([caption])[0].states, text.states, atol=1e-5)
     assert not torch.allclose(together[0].states[:1], together[3].states[:1], atol=1e-2)
 

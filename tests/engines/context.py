@@ -1,13 +1,13 @@
-"""Context parallelism on four processes beside one process, by name: a line of JSON.
+"""Compare context parallelism on four processes with one process, by name. Prints a line of JSON.
 
-The largest differences of the loss, of each gradient, and of the losses and the weights of ten steps: of each family
-where two or four share samples, by Ulysses, by rings (`ring`) and by rings of two (`rings`), plain and compiled, or of
-one family by each engine and setting where two and two do. Of families that are named, three steps where all four share
-samples, by Ulysses and those of RINGS by a ring of two, and of settings those that are not compiled. Of two processes
-those that are, three steps too: each process compiles for itself.
+It has the largest differences of the loss, of each gradient, and of the losses and weights of later steps. Each family
+runs with two or four processes a sample, by Ulysses, by rings (`ring`) and by rings of two (`rings`), plain and
+compiled. One family runs with each engine and setting, two processes a sample. Named families take three steps with
+four processes a sample, by Ulysses, and those in RINGS by a ring of two. On two processes the compiled settings run,
+also for three steps: each process compiles for itself.
 
-torchrun --nproc-per-node 4 tests/engines/context.py [FAMILY …]
-torchrun --nproc-per-node 2 tests/engines/context.py
+    torchrun --nproc-per-node 4 tests/engines/context.py [FAMILY …]
+    torchrun --nproc-per-node 2 tests/engines/context.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from bigdit import engines, models
 from bigdit.catalog.context import CONTEXTS
 from bigdit.dist import World, world_from_env
-from bigdit.engines.state import places
+from bigdit.engines.state import state_slices
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
@@ -33,10 +33,10 @@ from bigdit.train.step import train_step
 
 STEPS = 3 if sys.argv[1:] or os.environ["WORLD_SIZE"] == "2" else 10
 RINGS = ("qwen-image", "hunyuan-1.5")
-"""Both have masks: of texts that are split, and of texts that are whole."""
+"""Both have masks: one for texts that are split, one for whole texts."""
 SAMPLES, TEXT = 4, (8, 8)
 UNEVEN = 7
-"""Tokens of a text that is not split: no degree divides it. Of other texts and images beside it there are as many."""
+"""Tokens of a text that is not split: no degree divides them. Texts and images beside it have as many."""
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 12}
 PACKED = HEADS | {"in_channels": 16, "num_layers": 2, "joint_attention_dim": 8}
 WAN = HEADS | {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
@@ -116,9 +116,9 @@ WAYS = {
     "compiled ring": {"cp_ring": 2, "compile_blocks": True, "checkpointed_blocks": "all"},
 }
 SAME = ("lora", "gradient_clipping", "precision", "float8")
-"""What changes the numbers of one process, too."""
+"""Settings that change the numbers of one process, too."""
 ONE_BLOCK = {"num_layers": 1}
-"""Of models that are compiled: a second block's graph would take each process as long again."""
+"""For compiled models: a second block's graph would take each process as long again."""
 
 
 def spec_of(name: str, changed: dict[str, int]) -> ModelSpec:
@@ -127,16 +127,16 @@ def spec_of(name: str, changed: dict[str, int]) -> ModelSpec:
 
 
 def strategy(cp: int, processes: int = 4, **given: object) -> Strategy:
-    """Of one process, or of several."""
+    """For one process, or for several."""
     world = {"engine": "fsdp2", "world_size": processes, "cp": cp} if cp > 1 else {}
     usual = {"precision": "fp32", "micro_batch_size": SAMPLES * cp // processes if cp > 1 else SAMPLES}
-    # Adam makes a step of any gradient, and that of a key's bias is rounding alone: not so with a large eps.
+    # Adam makes a full step of any gradient, even of a key's bias, which is rounding alone. A large eps prevents it.
     usual |= {"optimizer": OptimizerSpec(lr=1e-3, eps=1e-3), "gradient_clipping": None}
     return Strategy(**usual | world | given)
 
 
 def batches(name: str, step: int, chosen: Strategy, world: World, extras: dict[str, models.Extra]) -> list[Batch]:
-    """This process's micro-batches of the global batch of that step. Captions have other lengths."""
+    """This process's micro-batches of that step's global batch. Captions have different lengths."""
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(step))
     whole = CONTEXTS[TINY[name][0]].text is not None
     text = (512 if name == "wan-i2v" else UNEVEN if whole else TEXT[0], TEXT[1])
@@ -163,36 +163,36 @@ def batches(name: str, step: int, chosen: Strategy, world: World, extras: dict[s
 
 
 class Run:
-    """A model with drawn weights, trained by a strategy."""
+    """A model with random weights, trained by a strategy."""
 
     def __init__(self, name: str, chosen: Strategy, world: World, changed: dict[str, int]) -> None:
         self.name, self.strategy, self.world = name, chosen, world
         self.family = models.family(TINY[name][0])
         model = models.build(spec_of(name, changed), device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
         generator = torch.Generator().manual_seed(1)
-        for param in model.parameters():  # zeros of the initialisation would hide what reaches what
+        for param in model.parameters():  # initial zeros would hide what depends on what
             param.data.normal_(std=0.1, generator=generator)
         self.extras = self.family.extras(model) | (self.family.first(model) if name.endswith("begins") else {})
         models.equip(model, self.family, chosen, backend="aot_eager")
         self.engine = engines.create(chosen, model, self.family, device=torch.device("cpu"), world=world)
 
     def gradients(self) -> tuple[float, dict[str, torch.Tensor]]:
-        """Of the first step: the loss and each gradient, by torch alone."""
+        """The loss and each gradient of the first step, by torch alone."""
         given, loss = batches(self.name, 0, self.strategy, self.world, self.extras), torch.zeros(())
         for batch in given:
             t = torch.linspace(0.1, 0.9, SAMPLES)[[seed % 100 for seed in batch.seeds]]
             predicted = self.family.predict(self.engine.model, batch.latents, t, batch)
-            one = (predicted[:, :4] - batch.latents).square().mean()  # beyond is a variance
+            one = (predicted[:, :4] - batch.latents).square().mean()  # the rest is a variance
             self.engine.backward(one, last=batch is given[-1])
             loss += one.detach() / len(given)
+        # Zeros are a gradient too: compiled blocks have them where others have none.
         found = {
-            name: whole(param.grad).clone()
+            name: torch.zeros(param.shape) if param.grad is None else whole(param.grad).clone()
             for name, param in self.engine.model.named_parameters()
-            if param.grad is not None
+            if param.requires_grad
         }
         self.engine.model.zero_grad()
-        # Compiled blocks have zeros where others have no gradient.
-        return mean(loss, self.world), {name: each for name, each in found.items() if each.any()}
+        return mean(loss, self.world), found
 
     def trained(self) -> tuple[list[float], dict[str, torch.Tensor]]:
         """The loss of each of three steps, and the weights after them."""
@@ -204,10 +204,10 @@ class Run:
         return losses, self._weights()
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """All of them, on each process: each has pieces."""
+        """All weights, on each process: each holds pieces."""
         mine = {
             name: (piece.offset, piece.numel, piece.tensor)
-            for name, piece in places(self.engine, None, self.world.rank).items()
+            for name, piece in state_slices(self.engine, None, self.world.rank).items()
             if name.startswith("master.")
         }
         every = [mine] * self.world.world_size
@@ -235,15 +235,15 @@ Answer = tuple[float, dict[str, torch.Tensor], list[float], dict[str, torch.Tens
 
 
 def answer(name: str, chosen: Strategy, world: World, **changed: int) -> Answer:
-    """Loss and gradients of a step, then the curve and the weights of three; `changed`: arguments of the model."""
+    """Loss and gradients of a step, then losses and weights of three. `changed`: arguments of the model."""
     run = Run(name, chosen, world, changed)
     kept = chosen.engine != "deepspeed" and not chosen.optimizer_in_backward and chosen.precision == "fp32"
     return *(run.gradients() if kept else (0.0, {})), *run.trained()
 
 
 def compared(alone: Answer, shared: Answer) -> dict[str, float]:
-    """The largest differences: of losses and gradients as shares, a gradient's of its own largest value. One that is
-    zero but for rounding, such as that of a key's bias, is compared with the largest of all."""
+    """The largest differences of losses and gradients, as shares; a gradient's of its own largest value. A gradient
+    that is only rounding, such as that of a key's bias, is compared with the largest of all."""
     (loss, gradients, curve, weights), (other, others, curves, others_weights) = alone, shared
     assert gradients.keys() == others.keys() or not others
     assert weights.keys() == others_weights.keys()
@@ -261,7 +261,7 @@ def _off(one: torch.Tensor, other: torch.Tensor, least: float) -> float:
 
 
 def degrees(name: str) -> dict[str, Strategy]:
-    """The ways of a family, by what is behind its name."""
+    """A family's ways to share samples, by the suffix of its name."""
     if sys.argv[1:]:
         return {"4": strategy(4)} | ({"4 rings": strategy(4, cp_ring=2)} if name in RINGS else {})
     found = {"2": strategy(2), "4": strategy(4)}

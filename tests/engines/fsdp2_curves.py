@@ -1,9 +1,8 @@
-"""Loss curves on two processes beside those of one, and an overflow on one of the two: a line of JSON.
+"""Loss curves on two processes beside those of one, and an overflow on one of the two. Prints a line of JSON.
 
-FSDP2 in its ways, and ZeRO-2 with compiled blocks.
+FSDP2 runs with each setting, ZeRO-2 with compiled blocks.
 
-
-torchrun --nproc-per-node 2 tests/engines/fsdp2_curves.py
+    torchrun --nproc-per-node 2 tests/engines/fsdp2_curves.py
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ STEPS, SAMPLES = 4, 4
 ZERO2 = {"zero_optimization": {"stage": 2}}
 FP8 = {"precision": "bf16", "float8": "tensorwise"}
 ONE_BLOCK = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": 1}})
-"""To be compiled: a second block's graph would take each process as long again."""
+"""To compile: a second block's graph would take each process as long again."""
 FLUX = DEEP_FLUX.model_copy(update={"kwargs": DEEP_FLUX.kwargs | {"num_layers": 0, "num_single_layers": 2}})
 
 
@@ -37,7 +36,7 @@ def strategy(world_size: int, **printed: object) -> Strategy:
 
 
 def batch(spec: ModelSpec, step: int, world: World) -> Batch:
-    """This process's share of the global batch of that step."""
+    """This process's share of that step's global batch."""
     draw = torch.Generator().manual_seed(step)
     latents = torch.randn(SAMPLES, 4, 8, 8, generator=draw)
     text = torch.randn(SAMPLES, 6, 12, generator=draw) if spec is not DIT else None
@@ -66,7 +65,7 @@ def start(spec: ModelSpec, chosen: Strategy, world: World) -> tuple[engines.Engi
 def curve(spec: ModelSpec, chosen: Strategy, world: World) -> list[float]:
     """The mean loss over all processes at each step."""
     engine, family = start(spec, chosen, world)
-    if chosen.precision == "fp16":  # at which neither overflows: a process's own mean is of fewer samples, and larger
+    if chosen.precision == "fp16":  # neither overflows here: a process's own mean is of fewer samples, and larger
         engine.scaler.scale = 1024.0
     losses = []
     for step in range(STEPS):
@@ -83,7 +82,7 @@ def alone(spec: ModelSpec, chosen: Strategy) -> list[float]:
 
 
 def overflow(world: World) -> dict[str, object]:
-    """One process's gradients are too large for fp16: do all pass over the step, and halve the scale?"""
+    """One process's gradients are too large for fp16. Returns whether all skip the step and halve the scale."""
     engine, family = start(SANA, strategy(2, precision="fp16", gradient_clipping=1.0), world)
     before = [master.detach().clone() for master in engine.masters]
     fed = batch(SANA, 0, world)

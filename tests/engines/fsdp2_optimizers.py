@@ -1,7 +1,7 @@
-"""Optimizers that need whole weights, or sums over all: FSDP2 beside one process, and through a checkpoint. A line of
-JSON.
+"""Optimizers that need whole weights, or sums over all, under FSDP2: beside one process, and through a checkpoint.
+Prints a line of JSON.
 
-torchrun --nproc-per-node 4 tests/engines/fsdp2_optimizers.py FOLDER
+    torchrun --nproc-per-node 4 tests/engines/fsdp2_optimizers.py FOLDER
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whole import full_weights
 from bigdit import checkpoint
 from bigdit.dist import World, world_from_env
 from bigdit.engines import Engine
-from bigdit.engines.state import places
+from bigdit.engines.state import state_slices
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import LoraSpec, OptimizerName, OptimizerSpec
 from bigdit.train.step import train_step
@@ -28,7 +28,7 @@ from bigdit.train.step import train_step
 RATES: dict[OptimizerName, float] = {"prodigy": 1.0, "adamw_schedulefree": 1e-3, "muon": 1e-3}
 STEPS = 3
 ADAPTERS = {"lora": LoraSpec(rank=3), "precision": "bf16"}
-"""Of four processes the last has no rows of an adapter of rank 3."""
+"""Of four processes the last has no rows of an adapter with rank 3."""
 
 
 def begun(name: OptimizerName, world: World, **options: object) -> Engine:
@@ -45,14 +45,14 @@ def taken(begun: tuple, world: World, first: int, last: int) -> None:
 
 
 def resumes(folder: Path, name: OptimizerName, straight: tuple, world: World, **options: object) -> bool:
-    """Whether the last step after a checkpoint is that of the run without one, to the bit."""
+    """Whether the last step after a checkpoint equals that of the run without one to the bit."""
     peers = checkpoint.Peers(world)
     save(folder, straight[0], None, peers)
     taken(straight, world, STEPS - 1, STEPS)
     again = begun(name, world, **options)
     checkpoint.restore(checkpoint.latest(folder)[0], again[0], peers)
     taken(again, world, STEPS - 1, STEPS)
-    mine, others = (places(engine, None, world.rank) for engine in (straight[0], again[0]))
+    mine, others = (state_slices(engine, None, world.rank) for engine in (straight[0], again[0]))
     same = mine.keys() == others.keys() and all(torch.equal(mine[key].tensor, others[key].tensor) for key in mine)
     everywhere: list[bool] = [False] * world.world_size
     dist.all_gather_object(everywhere, same)
@@ -60,7 +60,7 @@ def resumes(folder: Path, name: OptimizerName, straight: tuple, world: World, **
 
 
 def apart(found: dict, expected: dict, before: dict) -> float:
-    """How far weights are from others, as a share of the way that those went."""
+    """How far weights are from others, as a share of the distance that those moved."""
     squares = [sum(float((some[key] - expected[key]).square().sum()) for key in expected) for some in (found, before)]
     return (squares[0] / squares[1]) ** 0.5
 

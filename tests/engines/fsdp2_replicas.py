@@ -1,4 +1,4 @@
-"""Whether HSDP's replicas have the same bf16 weights after steps that round stochastically: a line of JSON.
+"""Whether HSDP's replicas have the same bf16 weights after steps that round stochastically. Prints a line of JSON.
 
 torchrun --nproc-per-node 4 tests/engines/fsdp2_replicas.py
 """
@@ -22,7 +22,7 @@ STEPS = 2
 
 
 def weights(optimizer: str, world: World, seed: int) -> list[torch.Tensor]:
-    """What this process has of each weight after steps of two copies of two shards each."""
+    """This process's part of each weight after steps of two copies with two shards each."""
     chosen = Strategy(
         engine="fsdp2",
         world_size=4,
@@ -38,7 +38,7 @@ def weights(optimizer: str, world: World, seed: int) -> list[torch.Tensor]:
 
 
 def apart(optimizer: str, world: World, seed: int) -> list[float]:
-    """The share of its weights in which each of the first copy's processes differs from that of the second."""
+    """For each process of the first copy, the share of its weights that differ from the second copy's."""
     mine = torch.cat([weight.flatten() for weight in weights(optimizer, world, seed)])
     found: list[torch.Tensor] = [torch.empty(0)] * world.world_size
     dist.all_gather_object(found, mine)

@@ -1,4 +1,4 @@
-"""A plan of DeepSpeed's under `accelerate launch --use_deepspeed` trains to the bit as under torchrun."""
+"""A plan with DeepSpeed trains under `accelerate launch --use_deepspeed` as under torchrun, to the bit."""
 
 import json
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def plan(features, tmp_path_factory):
-    """The folder of a plan with the run that it completes."""
+    """A plan's folder with its completed run."""
     folder = tmp_path_factory.mktemp("accelerate") / "plan"
     planned = plan_of(parse_strategy(["zero2,world_size=2,micro_batch_size=4"]), kwargs=TINY_KWARGS)
     write(planned, folder)
@@ -27,7 +27,7 @@ def plan(features, tmp_path_factory):
 
 
 def checkpoint(plan, name, *launcher):
-    """The weights, masters and optimizer state that the plan's run ends with, by file and name, to the bit."""
+    """The final weights, masters and optimizer state of the plan's run, by file and name."""
     words = ("launch/train.py", "--config", plan / "run.yaml")
     output = plan / name
     done = run_command(*launcher, *words, "--set", f"output={output}", DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))

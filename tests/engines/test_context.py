@@ -12,15 +12,15 @@ from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
 from bigdit.models import context
 
-# fp32: attention of a part of the heads has other kernels, and sums come in another order.
+# fp32: a part of the heads uses other kernels, and sums have another order.
 MOST = {"loss": 1e-6, "gradients": 1e-5, "curve": 1e-6, "weights": 1e-5}
-# As far as one process of FP8 is from another engine; each process has scales of its own.
+# As far as one process with FP8 is from another engine. Each process has its own scales.
 MOST_OF_FP8 = {"loss": 0.0, "gradients": 0.0, "curve": 1e-2, "weights": 5e-3}
 PER_FAMILY = (
     *("flux", "flux2", "qwen-image", "wan", "wan-i2v", "ltx", "pixart", "dit", "hunyuan-1.5", "sana"),
     *("wan-begins", "ltx-begins", "hunyuan-1.5-begins"),
 )
-"""SD3 and CogVideoX, whose text is as HunyuanVideo 1.5's, are in benchmarks/context.py alone."""
+"""SD3 and CogVideoX, whose text is like HunyuanVideo 1.5's, are in benchmarks/context.py alone."""
 WAYS = (
     *("recomputed", "selective", "segments", "offload", "accumulated", "clipped", "hsdp", "replicas", "in_backward"),
     *("lora", "zero2", "zero3", "compiled", "tensorwise", "rowwise", "ring", "compiled ring"),
@@ -29,7 +29,7 @@ WAYS = (
 
 @pytest.fixture(scope="module")
 def differences():
-    """What context.py finds, in two launches."""
+    """The findings of context.py, in two launches."""
     found = {}
     for count, names in ((4, PER_FAMILY), (2, ())):
         done = run_ranks(count, ROOT / "tests/engines/context.py", *names, PYTHONPATH=HELPERS, DS_ACCELERATOR="cpu")
@@ -53,7 +53,7 @@ def test_it_trains_as_one_process_does(differences):
 
 WAN = model("wan2.1-t2v-1.3b").spec  # 12 heads
 FLUX = model("flux.1-dev").spec
-SANA = model("sana-1600m").spec  # 70 heads, of which none is exchanged
+SANA = model("sana-1600m").spec  # 70 heads, none of which is exchanged
 LUMINA = model("lumina-image-2.0").spec
 
 

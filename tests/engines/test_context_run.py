@@ -1,5 +1,5 @@
-"""A run whose samples are shared by processes: the same losses, validation and images as of one process, and resumed
-onto another number of them."""
+"""A run whose processes share samples has the losses, validation and images of one process, and resumes on another
+number of processes."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def trained(features, output, processes, *more):
 
 
 def rows(output):
-    """Of each step: the loss, its gradients' norm, and what validation says."""
+    """The loss, norm of the gradients and validation of each step."""
     return [
         [
             row["loss"],

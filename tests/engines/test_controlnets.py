@@ -1,4 +1,4 @@
-"""A ControlNet on two processes trains as on one, under each engine: some of its weights never have a gradient."""
+"""A ControlNet trains on two processes as on one, under each engine: some of its weights never have a gradient."""
 
 import pytest
 from two_processes import answer_of_two

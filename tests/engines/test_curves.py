@@ -1,4 +1,4 @@
-"""Every engine trains the same curve as one process does: same data, same seed; real launchers, each once."""
+"""Every engine's loss curve equals that of one process with the same data and seed, by real launchers."""
 
 import json
 
@@ -9,10 +9,10 @@ from two_processes import run_two
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.processes.launch import free_port
 
-# fp32: the engines differ in the order in which gradients are summed over samples and processes; after 8 steps
-# of Adam on a loss near 2 that stays in the last digits of fp32 (2e-7 relative), with room for a few steps.
-# bf16: each process rounds its own gradient to bf16 (2^-9 relative) before they are averaged, where the single
-# process rounds once, and ZeRO-3 gathers weights into other alignments, where kernels round otherwise.
+# fp32: engines sum gradients over samples and processes in different orders. After 8 steps of Adam on a loss near 2,
+# that stays within fp32's last digits (2e-7 relative), with some room. bf16: each process rounds its own gradient to
+# bf16 (2^-9 relative) before they are averaged, where the single process rounds once. ZeRO-3 gathers weights at other
+# alignments, where kernels round differently.
 TOLERANCE = {"fp32": 2e-5, "bf16": 3e-3}
 
 
@@ -45,7 +45,7 @@ def reference(features, tmp_path_factory):
         assert done.returncode == 0, done.stderr
         curves[precision] = losses(output)
         assert len(curves[precision]) == 8
-        assert curves[precision][-1] < curves[precision][0] - 0.1  # it learns, so the curves have something to match
+        assert curves[precision][-1] < curves[precision][0] - 0.1  # it learns, so that the curves have a shape
     return curves
 
 
@@ -57,14 +57,14 @@ def ds_config(tmp_path, stage):
     return path
 
 
-# bf16 where DeepSpeed has other code for it; stage 2 in bf16 is what `bigdit train` runs below.
+# bf16 where DeepSpeed has other code for it. `bigdit train` runs stage 2 in bf16 below.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (3, "bf16")]
 )
 def test_deepspeed(features, reference, tmp_path, stage, precision):
     output = tmp_path / "run"
-    recomputed = 1 if stage == 3 else 0  # gathered weights are gathered again, and change no number
+    recomputed = 1 if stage == 3 else 0  # weights are gathered again, which changes no number
     arguments = overrides(
         features, output, f"strategy.precision={precision}", f"strategy.checkpointed_blocks={recomputed}"
     )
@@ -92,7 +92,7 @@ def test_fsdp2(features, reference, tmp_path):
 
 @pytest.mark.slow
 def test_fsdp2_with_two_copies_of_the_model_and_everything_on_the_host(features, reference, tmp_path):
-    """HSDP adds its replicas' gradients up after the last micro-batch; offload changes no number."""
+    """HSDP sums its replicas' gradients after the last micro-batch. Offload changes no number."""
     output = tmp_path / "run"
     fsdp2 = ["strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.dp_replicate=2", "strategy.cpu_offload=true"]
     fsdp2 += ["strategy.world_size=4", "strategy.precision=fp32", "strategy.micro_batch_size=2"]
@@ -104,7 +104,7 @@ def test_fsdp2_with_two_copies_of_the_model_and_everything_on_the_host(features,
 
 @pytest.fixture(scope="module")
 def curves():
-    """What fsdp2_curves.py finds, in one launch."""
+    """The findings of fsdp2_curves.py, in one launch."""
     return json.loads(run_two(ROOT / "tests/engines/fsdp2_curves.py").splitlines()[-1])
 
 
@@ -118,9 +118,9 @@ def curves():
         ("offload", "fsdp2", 0.0),
         ("compiled", "one block", TOLERANCE["fp32"]),
         ("zero2 compiled", "one block", TOLERANCE["fp32"]),
-        # As bf16, with three bits more.
+        # As bf16, with three more bits.
         ("fsdp2 fp16", "single fp16", TOLERANCE["bf16"] / 8),
-        # A scale is of a process's own activations, and weights are cast from fp32 in place of bf16.
+        # A process scales by its own activations, and weights are cast from fp32 instead of bf16.
         ("fsdp2 fp8", "single fp8", 1e-2),
         ("fsdp2 fp8 offload", "fsdp2 fp8", 0.0),
         ("fsdp2 fp8 in_backward", "fsdp2 fp8", 0.0),
@@ -141,7 +141,7 @@ def test_an_overflow_on_one_process_is_passed_over_on_all(curves):
 
 @pytest.mark.slow
 def test_accelerate_launch_checkpointing_and_accumulation(features, reference, tmp_path):
-    """Recomputation changes no number, and four micro-batches of 2 on 2 processes are the same global batch."""
+    """Recomputation changes no number. Four micro-batches of 2 on 2 processes are the same global batch."""
     output = tmp_path / "run"
     fsdp2 = [
         "strategy.engine=fsdp2",
@@ -174,7 +174,7 @@ def test_bigdit_train_starts_the_launcher(features, reference, tmp_path, engine)
 
 @pytest.mark.slow
 def test_copies_of_the_model_round_alike():
-    """bf16_sr on HSDP: each copy's shards are those of the other to the bit, and are not where seeds differ."""
+    """bf16_sr on HSDP: the copies' shards are equal to the bit, but not where seeds differ."""
     done = run_ranks(4, ROOT / "tests/engines/fsdp2_replicas.py", PYTHONPATH=HELPERS, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

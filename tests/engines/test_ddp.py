@@ -1,4 +1,4 @@
-"""Replicas on two processes train adapters as one process does: over every base, and with swapped blocks."""
+"""Replicas on two processes train adapters as one process does, over every base, and with swapped blocks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Real training by DeepSpeed on two processes: what is offloaded to the host learns as what is not."""
+"""Real training by DeepSpeed on two processes: offload to CPU memory changes nothing."""
 
 import json
 
@@ -10,7 +10,7 @@ from zero import TINY, strategy_of
 from bigdit.errors import UserError
 from bigdit.strategy import Strategy
 
-# One launch trains the tiny model in every way that is asked.
+# One launch trains the tiny model with every requested setting.
 _TRAIN = """
 import gc, json, sys
 import torch, torch.distributed as dist
@@ -66,9 +66,9 @@ WAYS = [
     for precision, optimizer, grad_accum in (("fp32", "adamw", 2), ("bf16", "adamw", 1), ("fp32", "adamw_8bit", 1))
     for engine in ("zero2", "zero2-optimizer", "zero3", "zero3-optimizer", "zero3-param")
 ]
-# Blocks that are recomputed before their own backward pass gather weights that no module within them has.
+# A recomputed block gathers weights that none of its modules has, before its backward pass.
 SEGMENTS = ("zero3-segments", "fp32", "adamw", 2)
-# For the norm that clips, the host adds squares up in another order: the last digits of fp32, a few steps on.
+# To clip by the norm, the CPU sums squares in another order: fp32's last digits, a few steps later.
 TOLERANCE = 1e-5
 
 

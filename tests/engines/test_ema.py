@@ -1,4 +1,4 @@
-"""The moving average of the weights: its recurrence, its shards, and its life in checkpoints."""
+"""The EMA of the weights: its recurrence, its shards, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from bigdit.train.step import train_step
 
 DECAY = 0.9
 
-# An average is one fp32 operation a step away from the recurrence in fp64: half a unit in the last place of the
-# largest weights (about 1) each time, of which older ones fade with the decay: 0.5 · 2⁻²³ / (1 − 0.9) < 1e-6.
+# An EMA's step is one fp32 operation away from the recurrence in fp64: half a unit in the last place of the largest
+# weights (about 1). Older errors fade with the decay: 0.5 · 2⁻²³ / (1 − 0.9) < 1e-6.
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
 
 
-GAMMA = 6.94  # of a width of 0.1, as arXiv:2312.02696 has it in §3.1
+GAMMA = 6.94  # of a width of 0.1, as in §3.1 of arXiv:2312.02696
 
 
 def kept(spec, step):
-    """What the average keeps of itself in this step (from 1)."""
+    """The decay of this step (from 1)."""
     return min(spec.decay, (1 + step) / (10 + step)) if spec.power is None else (1 - 1 / step) ** (GAMMA + 1)
 
 
 def averaged(strategy, steps=6):
-    """(what the engine averaged, the recurrence in fp64) after a few steps, by parameter."""
+    """(the engine's EMA, the recurrence in fp64) after a few steps, by parameter."""
     family = models.family(MODEL.class_name)
     model = models.build(MODEL, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
     engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=World())
@@ -66,8 +66,8 @@ def test_the_ema_is_the_recurrence(device, precision):
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 def test_an_ema_by_a_power_function_is_the_recurrence_of_the_paper(device):
-    """The weights before the first step count for nothing. γ has the three digits of the paper: 5e-4 of the exponent,
-    and as much of how far the weights have come."""
+    """The weights before the first step do not count. The paper gives γ with three digits: 5e-4 of the exponent, and
+    as much of the distance that the weights moved."""
     strategy = Strategy(precision="fp32", optimizer=OptimizerSpec(lr=1e-2), ema=EmaSpec(power=0.1, device=device))
     found, expected = averaged(strategy)
     for name, average in found.items():
@@ -77,7 +77,7 @@ def test_an_ema_by_a_power_function_is_the_recurrence_of_the_paper(device):
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16_sr"])
 def test_each_of_several_emas_is_what_it_would_be_alone(device, precision):
-    """To the bit: with weights in fp32, and with those that come to fp32 a chunk at a time."""
+    """To the bit, with fp32 weights, and with weights that are cast to fp32 by chunks."""
 
     def of(**kind):
         strategy = Strategy(precision=precision, optimizer=OptimizerSpec(lr=1e-2), ema=EmaSpec(**kind, device=device))
@@ -97,7 +97,7 @@ def test_each_of_several_emas_is_what_it_would_be_alone(device, precision):
 
 @pytest.mark.parametrize("width", [0.05, 0.1, 0.2, 0.28])
 def test_the_profile_of_a_power_function_is_as_wide_as_it_says(width):
-    """Of weights that are the number of the step and its square, the average has the moments of the profile."""
+    """For weights that equal the step's number, and its square, the EMA has the profile's moments."""
     engine, _ = started(Strategy(precision="fp32", ema=EmaSpec(power=width)))
     engine.masters = [torch.zeros(2)]
     ema = engines.ema_of(engine)
@@ -106,7 +106,7 @@ def test_the_profile_of_a_power_function_is_as_wide_as_it_says(width):
         engine.masters[0].copy_(torch.tensor([step / steps, (step / steps) ** 2]))
         ema.update()
     mean, square = ema.averages[0].double().tolist()
-    # Steps are no continuum: the sums over them are integrals to about one in as many, and fp32 adds 4000 roundings.
+    # Sums over n steps differ from integrals by about 1/n, and fp32 adds 4,000 rounding errors.
     assert (square - mean**2) ** 0.5 == pytest.approx(width, rel=2e-3)
 
 
@@ -141,7 +141,7 @@ def test_an_ema_of_bf16_weights_without_masters_is_fp32():
         torch.testing.assert_close(average.double(), wanted, **TOLERANCE)
 
 
-# Two processes: what they average in shards is gathered, and held against the recurrence on the whole weights.
+# Two processes: their sharded EMAs are gathered, and compared with the recurrence on whole weights.
 _SHARDED = """
 import json, sys
 import torch, torch.distributed as dist
@@ -208,15 +208,15 @@ def test_a_resumed_run_emas_on(tmp_path, features, kind):
         assert all(torch.equal(one[name], other[name]) for name in one)
     weights, averages = exported(straight, "transformer"), exported(straight, "transformer_ema")
     assert any(not torch.equal(weights[name], averages[name]) for name in weights)
-    # The average is a model that samples are drawn from, and as protected as the rest of the checkpoint.
+    # Samples can be drawn from the EMA, so that it is as protected as the rest of the checkpoint.
     sampler = Sampler(straight, torch.device("cpu"), ema=True)
     name = "proj_out.weight"
     assert torch.equal(sampler.model().state_dict()[name], averages[name].bfloat16())
     damaged = next(resumed.engine.glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(UserError, match=r"is damaged: its checksum is not the one in state\.json"):
+    with pytest.raises(UserError, match=r"is damaged: its checksum differs from that in state\.json"):
         Sampler(resumed, torch.device("cpu"), ema=True).model()
-    # A run that stops averaging, or starts to, is another run.
+    # A run that begins or ends its EMA is another run.
     with pytest.raises(UserError, match=r"holds an EMA of the weights, and the run has none \(strategy.ema\)"):
         run_to(6, tmp_path / "straight", features)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Every engine decays matrices and nothing else, on two processes, whichever way it shards and flattens them."""
+"""Every engine decays matrices and nothing else, on two processes, however it shards and flattens them."""
 
 import pytest
 from two_processes import answer_of_two
@@ -53,7 +53,7 @@ def found(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_decay_takes_its_share_of_matrices_and_of_nothing_else(found, way):
-    """Decay is decoupled, and two steps on the same gradients from the same weights differ by it alone."""
+    """Decay is decoupled: two steps with the same gradients and weights differ by it alone."""
     decayed = {name for name, share in found[way].items() if share == pytest.approx(1, rel=1e-2)}
     kept = {name for name, share in found[way].items() if abs(share) < 1e-2}
     assert decayed | kept == found[way].keys()

@@ -1,16 +1,16 @@
-"""The single engine's own step: chunks, steps in the backward pass, precisions; and resuming from a saved state."""
+"""The single engine's own step: chunks, steps in the backward pass, precisions, and resuming from a saved state."""
 
 import pytest
 import torch
 from stepping import Executed, equipped, one_batch, started
-from tiny_models import THREE_BLOCKS as WIDE  # with weights of 4096 elements and more, which are quantised
+from tiny_models import THREE_BLOCKS as WIDE  # with weights of at least 4,096 elements, which are quantised
 from whole import full_weights
 
 from bigdit import checkpoint, engines, models
 from bigdit.dist import World
 from bigdit.engines import backward, single
 from bigdit.engines.backward import LossScaler
-from bigdit.engines.state import places
+from bigdit.engines.state import state_slices
 from bigdit.errors import UserError
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import LoraSpec, OptimizerSpec, Strategy
@@ -24,7 +24,7 @@ def adapted(strategy):
 
 
 def step(engine, family, lr=1e-3):
-    """One step on one fixed batch; its result."""
+    """The result of one step on a fixed batch."""
     return train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=lr)
 
 
@@ -37,7 +37,7 @@ def equal(some, others):
 
 
 def trained(strategy, steps=3):
-    """Weights after a few steps on one batch, and the gradient norms."""
+    """Weights after a few steps on one batch, and the norms of the gradients."""
     engine, family = started(strategy)
     results = [step(engine, family, lr=1e-3 * (i + 1)) for i in range(steps)]
     return weights(engine), [result.grad_norm for result in results]
@@ -61,7 +61,7 @@ def test_chunks_hold_every_pair_in_order_and_in_bounds():
 
 
 def test_gradients_of_adapters_come_to_fp32_by_lists_and_change_no_number(monkeypatch):
-    """One list; without lists, a copy an adapter. The copy beside them is of the masters that were stepped."""
+    """As one list, and a copy an adapter without lists. The masters that stepped are also copied."""
     found = []
     for most in (single.LIST_BYTES, 0):
         monkeypatch.setattr(single, "LIST_BYTES", most)
@@ -76,7 +76,7 @@ def test_gradients_of_adapters_come_to_fp32_by_lists_and_change_no_number(monkey
 
 
 def test_clipping_agrees_with_torch():
-    """bf16 gradients are measured and scaled in fp32, as clip_grad_norm_ does with their fp32 copies."""
+    """bf16 gradients are measured and scaled in fp32, as by clip_grad_norm_ of their fp32 copies."""
     gradients = [torch.randn(n, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (3, 50, 1000)]
     parameters = [torch.nn.Parameter(torch.zeros(len(gradient))) for gradient in gradients]
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -93,7 +93,7 @@ def test_clipping_agrees_with_torch():
     ],
 )
 def test_steps_in_the_backward_pass_change_no_number(optimizer, precision):
-    """Also not where the learning rate changes from step to step."""
+    """Even if the learning rate changes from step to step."""
     spec = OptimizerSpec(name=optimizer, lr=1e-3, weight_decay=0.1)
     after, _ = trained(Strategy(precision=precision, optimizer=spec, gradient_clipping=None))
     within, _ = trained(
@@ -113,7 +113,7 @@ def test_no_gradient_outlives_the_backward_pass():
 def test_bf16_sr_keeps_bf16_weights_and_no_masters():
     engine, family = started(Strategy(precision="bf16_sr"))
     before = weights(engine)
-    step(engine, family, lr=1e-5)  # too small a step for weights near 1: rounded to nearest, most would stand still
+    step(engine, family, lr=1e-5)  # too small a step for weights near 1: most would not change if rounded to nearest
     assert all(master is param for master, param in zip(engine.masters, engine.model.parameters(), strict=True))
     assert {master.dtype for master in engine.masters} == {torch.bfloat16}
     assert not equal(before, weights(engine))
@@ -143,7 +143,7 @@ def test_a_step_whose_gradients_overflow_fp16_is_passed_over(monkeypatch):
     assert equal(before, weights(engine))
     assert not engine.optimizer.state
     assert engine.scaler.scale == 2.0**39
-    while equal(before, weights(engine)):  # until the scale has come down
+    while equal(before, weights(engine)):  # until the scale is low enough
         step(engine, family)
     assert 0 < engine.scaler.scale < 2.0**39
     assert all(param.grad is None for param in engine.model.parameters())
@@ -181,21 +181,22 @@ def test_tf32_is_on_where_it_is_asked_for_and_nowhere_else():
     ],
 )
 def test_the_step_after_a_resume_is_the_one_that_would_have_come(monkeypatch, tmp_path, optimizer, precision):
-    """Through a checkpoint, into an engine with other weights: state and loss scale; random numbers are the step's."""
+    """Through a checkpoint, into an engine with other weights: state and loss scale. Random numbers depend on the
+    step."""
     monkeypatch.setattr(backward, "INITIAL_SCALE", 64.0)
     strategy = Strategy(precision=precision, optimizer=OptimizerSpec(name=optimizer, lr=1e-3))
     engine, family = started(strategy, WIDE)
     for _ in range(2):
         step(engine, family)
     found, before = saved(engine, tmp_path), weights(engine)
-    held = {name: place.tensor.clone() for name, place in places(engine, None, 0).items()}
+    held = {name: place.tensor.clone() for name, place in state_slices(engine, None, 0).items()}
     torch.manual_seed(2)
     step(engine, family)
     expected = weights(engine)
     assert not equal(before, expected)
 
     resumed, family = resume(found, strategy)
-    again = {name: place.tensor for name, place in places(resumed, None, 0).items()}
+    again = {name: place.tensor for name, place in state_slices(resumed, None, 0).items()}
     assert equal(again, held)
     torch.manual_seed(2)
     step(resumed, family)
@@ -210,7 +211,7 @@ def test_a_state_of_another_optimizer_is_refused(tmp_path):
 
 
 def saved(engine, folder):
-    """The checkpoint of an engine."""
+    """An engine's checkpoint."""
     described = {"model": WIDE.model_dump(), "strategy": engine.strategy.model_dump(), "run": {}, "data": None}
     with checkpoint.Saver(folder, checkpoint.Peers(), checkpoint.Keeping(1)) as saver:
         saver.save(engine, None, 2, described)
@@ -218,7 +219,7 @@ def saved(engine, folder):
 
 
 def resume(found, strategy):
-    """An engine that started with other weights and resumes from a checkpoint, and its family."""
+    """An engine that starts with other weights and resumes from a checkpoint, and its family."""
     family = models.family(WIDE.class_name)
     model = models.build(WIDE, device="cpu", dtype=engines.compute_dtype(strategy), seed=1)
     checkpoint.load_weights(found, model)

@@ -1,4 +1,4 @@
-"""Images of which some are of no use."""
+"""Images of which some cannot be used."""
 
 import pytest
 from PIL import Image

@@ -1,4 +1,5 @@
-"""Sources that change after their store was encoded: only what changed is encoded, and what was copied is not."""
+"""Sources that change after their store was encoded: only what changed is encoded, and copied files do not count as
+changed."""
 
 import gzip
 import json
@@ -21,7 +22,7 @@ def encode(images, features, options=()):
 
 
 def changed(images, features, options=()):
-    """What an extraction says of changes, without the way it says so; it is done."""
+    """What an extraction logs about changes, as bare text; it has finished."""
     done = encode(images, features, options)
     assert done.returncode == 0, done.stderr
     found = [line for line in done.stderr.splitlines() if " changed: " in line]
@@ -49,7 +50,7 @@ def parts(features):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Images a to e in BMP, whose size follows from their sides; d has no caption."""
+    """A folder with images a to e in BMP, whose size follows from their sides. d has no caption."""
     for number, name in enumerate("abcde"):
         image = gradient(8, 8).point(lambda value, add=number: value // 2 + 9 * add)
         save(tmp_path / f"images/{name}.bmp", None if name == "d" else f"caption {name}", image)
@@ -57,7 +58,7 @@ def folder(tmp_path):
 
 
 def again(folder):
-    """Other times for all files, as a copy has."""
+    """Give all files other times, as a copy does."""
     for number, file in enumerate(sorted(folder.rglob("*"))):
         os.utime(file, ns=(10**18 + number, 10**18 + number))
 
@@ -106,14 +107,14 @@ def test_a_store_is_as_it_was_until_its_growth_is_complete(folder, tmp_path):
     for name in "xyz":
         save(folder / f"{name}.png", f"caption {name}")
     (folder / "a.txt").write_text("caption A")
-    assert changed(images, features, ["--end-index", "7"])  # as one that is killed after its first part
+    assert changed(images, features, ["--end-index", "7"])  # like one that is killed after its first part
     assert len(parts(features)) == 4
     assert trained_on(features) == before
     assert "changes of its sources are encoded in part, and not used" in bigdit("features", "info", features).stdout
     assert changed(images, features) == []  # it resumes
     assert trained_on(features) == sorted([*before[1:], "caption A", "caption x", "caption y", "caption z"])
 
-    # A growth that was not completed meets more changes, also in what it has encoded and in what it has not.
+    # An unfinished growth meets more changes, in what it has encoded and in what it has not.
     (folder / "y.txt").write_text("caption Y")
     (folder / "z.txt").write_text("caption Z")
     for name in "uv":
@@ -179,7 +180,7 @@ def test_edits_that_keep_the_size_are_noticed_and_copies_are_not_taken_for_edits
 
     gradient(8, 8).rotate(90).save(copy / "c.bmp")
     (listing,) = (features / "index").glob("source-0*")
-    listing.write_bytes(b"damaged")  # a copy of what can be found out
+    listing.write_bytes(b"damaged")  # a copy of what is known
     assert changed(str(copy), features) == [
         "data.images[0] changed: 1 added: c.bmp; 1 removed: an image that is not listed"
     ]
@@ -199,7 +200,7 @@ def test_parts_that_are_not_encoded_yet_take_what_there_is(folder, tmp_path):
 
 
 def test_an_edit_within_a_tar_or_a_table_is_found_by_its_content(tmp_path):
-    """A tar whose members are as large as before, and which another time alone does not change."""
+    """A tar whose members keep their sizes, and a table. Another time alone changes nothing."""
     members = [("a.png", png(3)), ("a.txt", b"three"), ("b.png", png(4)), ("b.txt", b"four")]
     tar, features = tmp_path / "tars/0.tar", tmp_path / "f"
     write_tar(tar, members)

@@ -1,4 +1,4 @@
-"""Masks beside images and opacity as a mask: from their pixels to the weight of the loss."""
+"""Masks beside images, and opacity as a mask: from their pixels to the loss's weight."""
 
 import json
 
@@ -109,7 +109,7 @@ def test_masks_are_found_by_any_name_of_an_image_and_are_none_themselves(tmp_pat
     found, printed = masks(mask="file")
     assert [None if mask is None else mask.getpixel((0, 0)) for mask in found.values()] == [10, 30, None]
     assert printed == []
-    _, printed = masks()  # of z there is no image, so it is one
+    _, printed = masks()  # there is no image z, so it is one itself
     assert printed == ["z.mask.png", f"data.images: other files in {tmp_path} are ignored: 3 masks"]
 
 

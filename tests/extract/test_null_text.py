@@ -1,4 +1,4 @@
-"""The empty caption is encoded by a worker, where its encoders are, and once: starting again encodes nothing."""
+"""A worker encodes the empty caption, once, where its encoders are. A second extraction encodes nothing."""
 
 import pytest
 from extracting import configured

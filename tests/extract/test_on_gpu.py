@@ -1,4 +1,4 @@
-"""Extraction where there is a GPU: libraries initialise CUDA as they are imported, and it does not survive a fork."""
+"""Extraction with a GPU: libraries initialise CUDA when imported, and CUDA does not survive a fork."""
 
 from commands import DIGITS
 from gpus import on_gpu
@@ -6,7 +6,7 @@ from PIL import Image
 
 from bigdit.store import FeatureStore
 
-# Tensors of an emulated GPU hold values where they are small.
+# An emulated GPU holds the values of small tensors.
 SMALL = "encoders.text.config={d_model: 32, d_kv: 8, d_ff: 64, num_layers: 1, num_heads: 4}"
 
 

@@ -1,5 +1,5 @@
-"""Photographs of true aspect ratios, those that scikit-image brings: each in the bucket of its own, uncut but for the
-rest, upright and in its colours."""
+"""Photographs with real aspect ratios, from scikit-image: each goes into its own bucket, upright, in its colours, and
+cropped as little as possible."""
 
 import json
 
@@ -9,6 +9,7 @@ import skimage.data
 from commands import DIGITS, bigdit, with_set
 from PIL import Image
 from skimage.transform import resize
+from stores import read_rows
 from torch.nn.functional import pixel_shuffle
 
 from bigdit.store import FeatureStore
@@ -22,7 +23,8 @@ BUCKETS = {
 }
 MOST_CUT = 0.03
 NEAR = 0.03
-"""Mean difference of two kinds of resampling, of full scale; a photograph upside down is three times as far off."""
+"""Mean difference between two kinds of resampling, as a share of full scale. A photograph upside down differs three
+times as much."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def photographs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stored(photographs, tmp_path_factory):
-    """By name, the pixels [H, W, 3] in [0, 1] that the store's latents are of."""
+    """By name, the pixels [H, W, 3] in [0, 1] behind the store's latents."""
     root = tmp_path_factory.mktemp("store") / "features"
     chosen = [f"data.images={photographs}", f"data.features={root}", f"data.buckets={[[*each] for each in BUCKETS]}"]
     chosen += ["encoders.image.color=rgb", "model.kwargs.in_channels=12", "model.kwargs.out_channels=12"]
@@ -46,15 +48,15 @@ def stored(photographs, tmp_path_factory):
     names = sorted(name for names in BUCKETS.values() for name in names)
     found = {}
     store = FeatureStore.open(root)
-    for bucket, rows in store.buckets.items():
-        latents, _, indices = store.read(bucket, range(len(rows)))
+    for bucket, count in store.buckets.items():
+        latents, _, indices = read_rows(store, bucket, range(count))
         for index, sample in zip(indices, pixel_shuffle(latents.float(), 2), strict=True):
             found[names[index]] = (sample.permute(1, 2, 0).numpy() + 1) / 2
     return found
 
 
 def cut(photograph, height, width):
-    """Its middle with the sides' ratio of the bucket."""
+    """Its middle, with the bucket's ratio of sides."""
     most = min(photograph.shape[0] / height, photograph.shape[1] / width)
     rows, columns = round(most * height), round(most * width)
     top, left = (photograph.shape[0] - rows) // 2, (photograph.shape[1] - columns) // 2

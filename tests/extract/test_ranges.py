@@ -1,4 +1,4 @@
-"""Which ranges an extraction takes, what others have in hand, and who is known to be dead."""
+"""Which ranges an extraction takes, which others hold, and who is known to be dead."""
 
 import os
 import random
@@ -154,15 +154,15 @@ def test_only_the_kernel_says_who_is_dead():
     ticks = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
     worker = replace(me, pid=child.pid, started=ticks)
     assert worker.fate() == "alive"
-    assert replace(worker, started=ticks + 1).fate() == "dead"  # another process with this pid
+    assert replace(worker, started=ticks + 1).fate() == "dead"  # another process with this id
     assert replace(worker, host="elsewhere").fate() == "unknown"
     assert replace(worker, boot="0" * 12).fate() == "unknown"
-    assert replace(worker, space="1").fate() == "unknown"  # pids of another container
+    assert replace(worker, space="1").fate() == "unknown"  # ids of another container
     child.kill()
     until = time.monotonic() + 10
     while worker.fate() == "alive" and time.monotonic() < until:
         time.sleep(0.01)
-    assert worker.fate() == "dead"  # nobody has asked for its status yet: a zombie writes nothing
+    assert worker.fate() == "dead"  # its parent has not waited for it: a zombie writes nothing
     child.wait()
     assert worker.fate() == "dead"
 
@@ -213,7 +213,7 @@ def test_of_two_that_grow_a_store_at_once_the_second_is_refused(tmp_path):
 
 
 def test_of_two_that_claim_at_once_the_second_is_refused(tmp_path, monkeypatch):
-    """The other one's schema appears between this one's look and its write."""
+    """The other one's schema appears between this one's check and its write."""
     looked = schema_module.read_schema
     looks = []
 

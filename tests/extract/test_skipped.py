@@ -1,4 +1,4 @@
-"""Images that are of no use: skipped by name, or the end of a unit; and what `bigdit extract` reports of them."""
+"""Images that cannot be used: each is skipped by name, or ends a unit, and `bigdit extract` reports it."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     rate = report["images_per_s"]
     assert rate == pytest.approx(2 / report["seconds"], rel=0.01)  # of those that were encoded
     (shown,) = re.findall(r"4/4 ([\d.]+) images/s 0:00:00", done.stderr)
-    assert rate - 0.1 < float(shown) < 4 * rate + 1  # the bar begins when the sources are listed
+    assert rate - 0.1 < float(shown) < 4 * rate + 1  # the bar begins once the sources are listed
     assert (report["parts"], report["images"], len(report["workers"])) == (1, 4, 1)
     store = report["store"]
     assert (store["images"], store["encoded"], store["buckets"]) == (4, 2, {"4x4x4": 2})
@@ -86,7 +86,7 @@ def test_nothing_is_encoded_for_a_run_that_cannot_train(flawed, tmp_path):
 
 
 def test_each_bad_file_is_one_line_and_the_others_are_encoded(flawed, tmp_path, capfdbinary):
-    """Names that are not UTF-8 or steer terminals, a link in a circle, and weights that fp32 does not hold."""
+    """Names that are not UTF-8 or steer terminals, a link to itself, and weights that fp32 cannot hold."""
     for name in (b"bytes \xff.png", b"esc \x1b[31m.png", b"line\nbreak [b].png"):
         (flawed / os.fsdecode(name)).write_bytes(b"")
     (flawed / "loop.png").symlink_to("loop.png")
@@ -122,7 +122,7 @@ def test_a_source_without_one_usable_image_is_an_error(flawed, tmp_path):
 @pytest.mark.slow
 def test_a_image_that_vanishes_stops_the_unit_and_is_no_skip(flawed, tmp_path):
     (flawed / "a.png").unlink()
-    (flawed / "a.png").symlink_to("/proc/self/mem")  # a file that is there, and cannot be read from its start
+    (flawed / "a.png").symlink_to("/proc/self/mem")  # an existing file whose start cannot be read
     with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: Input/output error; run again"):
         extract(
             *configured(f"{{path: {flawed}, follow_links: true}}", tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1

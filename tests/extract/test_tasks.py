@@ -1,4 +1,4 @@
-"""The same extraction as SLURM arrays and on a Ray cluster: the same parts, and what goes wrong in one line."""
+"""The same extraction as a SLURM array and on a Ray cluster: the same parts, and a line for what goes wrong."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def configured(images, features, *more):
 
 @pytest.fixture(scope="module")
 def here(images, tmp_path_factory):
-    """The parts that processes of this machine make."""
+    """The parts that this machine's processes make."""
     folder = tmp_path_factory.mktemp("here") / "features"
     extract(*configured(images, folder), workers=1)
     return parts(folder)
@@ -38,7 +38,7 @@ def parts(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_an_array_makes_the_same_parts(images, here, tmp_path):
-    """submitit's local executor starts the tasks that SLURM would, as processes of this machine."""
+    """submitit's local executor starts the tasks as processes of this machine, as SLURM would."""
     folder, copy = tmp_path / "f", tmp_path / "copy"
     shutil.copytree(images, copy)
     settings = with_set([f"data.images={copy}", f"data.features={folder}", "data.part_size=20"])
@@ -97,7 +97,7 @@ def test_what_an_engine_lacks_is_reported_before_encoding(images, tmp_path, monk
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_ray_cluster_makes_the_same_parts(images, here, tmp_path, monkeypatch):
-    """A real cluster of this machine alone, which ray starts and ends."""
+    """A real cluster on this machine alone, which ray starts and ends."""
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

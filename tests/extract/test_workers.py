@@ -1,4 +1,4 @@
-"""Extraction through worker processes: what they share, how they end, and which store they refuse to go on with."""
+"""Extraction by worker processes: what they share, how they end, and which store they refuse to continue."""
 
 import json
 import multiprocessing
@@ -32,7 +32,7 @@ COUNT = 48
 
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory):
-    """Images large enough that encoding takes a while."""
+    """Images so large that encoding takes a while."""
     folder = tmp_path_factory.mktemp("noise")
     random = np.random.default_rng(0)
     for i in range(COUNT):
@@ -103,7 +103,7 @@ def test_a_killed_worker_is_an_error_and_the_same_call_continues(noise, one_work
 
 @pytest.mark.timeout(180)
 def test_workers_end_with_the_extraction_that_was_killed(tmp_path):
-    """In the middle of a unit that would take them a while: SIGKILL of the parent is theirs too."""
+    """In a long unit: SIGKILL of the parent also kills them."""
     (tmp_path / "images").mkdir()
     for i in range(200):
         Image.new("L", (8, 8), i).save(tmp_path / f"images/{i}.png")
@@ -124,8 +124,8 @@ def test_workers_end_with_the_extraction_that_was_killed(tmp_path):
     main.kill()
     main.wait()
     until(lambda: ended((*workers, server)), 10)
-    assert parts(tmp_path / "features") == {}  # they did not come to the end of their units
-    # one that met the closed pipe before its signal has taken its folder away itself
+    assert parts(tmp_path / "features") == {}  # they did not finish their units
+    # one that saw the closed pipe before its signal has removed its folder itself
     assert {lease.fate for lease in all_leases(tmp_path / "features")} <= {"dead"}
 
 
@@ -138,7 +138,7 @@ def test_a_complete_store_is_left_as_it_is(noise, one_worker):
 
 @pytest.mark.slow
 def test_uneven_splits_make_what_one_extraction_makes(noise, one_worker, tmp_path):
-    """Two by index, one of them cut in the middle of a part, and one that finds what is left as shard 1 of 1."""
+    """Two by index, one of them cut within a part; and one that takes what is left, as shard 1 of 1."""
     folder = tmp_path / "splits"
     first = extract(*configured(noise, folder), end=11)
     assert (first.parts, first.images, first.store) == (3, 12, None)  # the part of 8 to 11 starts before 11
@@ -181,7 +181,7 @@ def test_the_speed_of_units_adds_up(one_worker):
     assert 0 < shares.cpu <= 1
     assert shares.io == pytest.approx(max(1 - shares.cpu - shares.queue, 0), abs=0.002)
     with open(one_worker / "speed" / f"{worker}.jsonl", "a") as file:
-        file.write('{"start": 4, "en')  # a crash of the machine cut the line
+        file.write('{"start": 4, "en')  # a crash of the machine cut the line off
     assert read_units(one_worker) == {worker: units}
 
 
@@ -223,7 +223,7 @@ def test_weights_that_changed_after_the_claim_are_refused_by_the_worker(noise, t
 
 @pytest.mark.slow
 def test_a_disk_that_refuses_more_is_one_line(noise, tmp_path):
-    """A limit on the size of files, of 64 KiB, stands for the full disk: the write fails in its middle."""
+    """A limit of 64 KiB on files stands for the full disk: the write fails in its middle."""
     settings = with_set([f"data.images={noise}", f"data.features={tmp_path}/f", "data.workers=2", BUCKETS])
     arguments = ["bigdit", "extract", "--config", str(DIGITS), *settings]
     limit = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))"
@@ -238,7 +238,7 @@ def test_a_disk_that_refuses_more_is_one_line(noise, tmp_path):
 
 
 def test_a_killed_server_of_workers_is_one_line(noise, tmp_path):
-    """It is stopped, and killed when a worker was asked of it, as the system does when memory runs out."""
+    """It is stopped, and killed when it is asked for a worker, as the system does when memory runs out."""
     run, model = configured(noise, tmp_path / "features")
     server = forkserver._forkserver
     server.ensure_running()
@@ -254,7 +254,7 @@ def test_a_killed_server_of_workers_is_one_line(noise, tmp_path):
 
 
 def _kill_when_asked(pid, thread):
-    """The server, when the thread waits for its answer."""
+    """Kill the server while the thread waits for its answer."""
     deadline = time.monotonic() + 60
     while sys._current_frames()[thread].f_code.co_name != "read_signed" and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The account that an emulated process leaves: of one GPU, one line and nothing amiss."""
+"""A made-up account of an emulated process with one GPU and no problems."""
 
 LINE = {"file": "train.py", "line": 3, "name": "<module>", "code": "model(x)", "own": True}
 GPU = {

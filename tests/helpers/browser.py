@@ -1,4 +1,4 @@
-"""A headless Chromium, Debian's own: pages as people see them, and what they ask for."""
+"""Pages in a headless Chromium from Debian's packages."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from selenium import webdriver
 
 @contextmanager
 def browser() -> Iterator[webdriver.Chrome]:
-    """A browser that keeps what the page says and what it asks the network for."""
+    """A browser that records the page's messages and its network requests."""
     chromium, driver = (shutil.which(name) for name in ("chromium", "chromedriver"))
     assert None not in (chromium, driver), "there is no Chromium here: apt-get install chromium chromium-driver"
     options = webdriver.ChromeOptions()
@@ -26,12 +26,12 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 
 def width(page: webdriver.Chrome, pixels: int) -> None:
-    """Show the page as wide as that, as a phone does where it is narrow."""
+    """Show the page this wide, for example as wide as a phone."""
     size = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": pixels < 600}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def asked(page: webdriver.Chrome) -> list[str]:
-    """The addresses of all that was asked for since this was asked last."""
+    """The addresses requested since the last call."""
     messages = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
     return [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]

@@ -1,4 +1,4 @@
-"""Colours as eyes see them: with and without each of the three kinds of cones."""
+"""Colours as seen by people with normal sight and with each kind of colour blindness."""
 
 import numpy as np
 

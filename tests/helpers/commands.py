@@ -1,4 +1,4 @@
-"""The commands of bigdit as a user starts them, and the overrides of tiny runs of the digits."""
+"""bigdit's commands as a user starts them, and overrides for tiny runs of the digits."""
 
 import contextlib
 import io
@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "launch/recipes/digits.yaml"
 BIN = Path(sys.executable).parent
 HELPERS = ":".join(f"{ROOT}/{each}" for each in (".", "tests/helpers", "tests/helpers/processes", "tests/helpers/tiny"))
-"""The PYTHONPATH of scripts that import what tests share."""
+"""PYTHONPATH for scripts that import these helpers."""
 
-# A smaller sibling of the demo's model, two narrow blocks, in the precision that people train in.
+# The demo's model with two narrow blocks, in the precision that people train in.
 TINY = (
     "strategy.precision=bf16",
     "model.kwargs.num_layers=2",
@@ -34,7 +34,7 @@ TINY = (
     "train.steps=8",
 )
 
-# One whose samples processes can share.
+# A model whose samples several processes can share.
 PIXART = (
     "model={class_name: PixArtTransformer2DModel, kwargs: {in_channels: 4, out_channels: 4, num_layers: 2, "
     "num_attention_heads: 4, attention_head_dim: 8, cross_attention_dim: 32, caption_channels: 64, sample_size: 4, "
@@ -46,28 +46,28 @@ SINGLE = ("strategy.engine=single", "strategy.world_size=1", "strategy.ds_config
 
 
 def reading(features):
-    """The overrides of a run that reads this store; with None it encodes in each step."""
+    """Overrides for a run that reads this cache, or that encodes in each step if it is None."""
     return ONLINE if features is None else (f"data.features={features}",)
 
 
 def environment_with(variables):
-    """This process's environment, with what commands of tests have, and `variables`."""
+    """This process's environment for commands of tests, with `variables` set."""
     return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"} | variables
 
 
 def run_command(*command, timeout=300, **environment):
-    """Run a real command from the repository's root; stdout, stderr and returncode, never more than `timeout` s."""
+    """Run a command in the repository's root. Raises subprocess.TimeoutExpired after `timeout` s."""
     return warm.run([str(part) for part in command], [environment_with(environment)], ROOT, timeout)
 
 
 def bigdit(*arguments, timeout=300, **environment):
-    """The command line tool, as a user starts it, but that its libraries are there already."""
+    """Run the command line tool as a user does, with its libraries already imported."""
     program = [str(part) for part in (BIN / "bigdit", *arguments)]
     return warm.run(program, [environment_with(environment)], ROOT, timeout)
 
 
 def in_process(*arguments, **environment):
-    """The same command in this process, twenty times as fast: where a test is of what it prints, and of its status."""
+    """Run the same command in this process, twenty times as fast, where only its output and exit status matter."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as within:
         patch = within.enter_context(pytest.MonkeyPatch.context())
@@ -82,7 +82,7 @@ def in_process(*arguments, **environment):
 
 
 def run_ranks(count, *program, timeout=300, **environment):
-    """A script, or `-m MODULE`, as `count` processes that a launcher such as torchrun had started; likewise."""
+    """Run a script, or `-m MODULE`, in `count` processes as torchrun starts them."""
     own = environment_with(environment)
     if count > 1:
         own |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
@@ -92,6 +92,6 @@ def run_ranks(count, *program, timeout=300, **environment):
 
 
 def with_set(overrides):
-    """`--set` for each override; of a key that stands twice the last one, as those of a test are after the shared."""
+    """`--set` for each override. The last value of a key wins, so a test's value replaces a shared one."""
     last = {override.partition("=")[0]: override for override in overrides}
     return [part for override in last.values() for part in ("--set", override)]

@@ -1,4 +1,4 @@
-"""Real file systems of a few kilobytes, or that cannot be written."""
+"""Real file systems that are a few kilobytes large, or read-only."""
 
 import subprocess
 from contextlib import contextmanager
@@ -8,14 +8,14 @@ import pytest
 
 @contextmanager
 def mounted(folder, options):
-    """A tmpfs at `folder`, made if need be; remount it by `remount`. Skips where this machine lets nobody mount."""
+    """Mount a tmpfs at `folder`; change it by `remount`. Skips the test where mounting is not allowed."""
     folder.mkdir(parents=True, exist_ok=True)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=False).returncode:
         pytest.skip("this machine lets nobody mount")
     try:
         yield folder
     finally:
-        # Lazily: threads of a process that was killed may still hold files when it counts as ended.
+        # Detach lazily: threads of a killed process may still hold files when the process counts as ended.
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 

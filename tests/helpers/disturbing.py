@@ -1,4 +1,4 @@
-"""Commands of bigdit that are disturbed, damage, and what runs leave."""
+"""Disturb commands of bigdit, damage files, and read what runs leave."""
 
 import json
 import os
@@ -18,13 +18,13 @@ from bigdit.checkpoint.folder import checksum, open_checkpoint
 from bigdit.train.monitor.metrics import read_metrics
 
 TAG = f"BIGDIT_DISTURBED={os.getpid()}"
-"""In the environment of all that commands start: so their processes are found, whoever their parents are."""
+"""Set for all that commands start, so that their processes are found whatever their parents are."""
 LIMIT_S = 120.0
 BUGS = ("Traceback", "this is a bug", "Fatal Python error")
 
 
 class Command:
-    """`bigdit ARGUMENTS` that runs. `cold`: in a new interpreter, as a shell starts it."""
+    """A running `bigdit ARGUMENTS`. With `cold` it starts in a new interpreter, as from a shell."""
 
     def __init__(self, arguments, log, watched, *, cold=False):
         words, self.log, self._watched = [str(BIN / "bigdit"), *map(str, arguments)], log, watched
@@ -39,8 +39,8 @@ class Command:
         return self.log.read_text(errors="replace")
 
     def until(self, changes, seconds, clock=None):
-        """Wait until so many files have come or gone, and then so long; whether it still runs. `clock` draws times that
-        all files are set to meanwhile."""
+        """Wait for this many changes in the folder, then for `seconds`. Returns whether the command still runs.
+        `clock` draws new file times meanwhile."""
         before, deadline = _listing(self._watched), time.monotonic() + LIMIT_S
         while changes > 0 and self.process.poll() is None:
             assert time.monotonic() < deadline, f"nothing happened: {self.text()[-2000:]}"
@@ -55,15 +55,15 @@ class Command:
         return self.process.poll() is None
 
     def hit(self, signum, whom, draw):
-        """Send a signal to `the command`, to `a process` that it started, or to `all`; who got it."""
+        """Send a signal to `the command`, to `a process` that it started, or to `all`. Returns who got it."""
         own, others = self.process.pid, [pid for pid in living() if pid != self.process.pid]
         chosen = {"the command": [own], "a process": [draw.choice(others or [own])], "all": [own, *others]}[whom]
         print(signum.name, whom)
         return send(signum, chosen)
 
     def ends(self, *statuses, refused=lambda status: status == 1, most=1, alone=True):
-        """Its status, one of these where any are given. Where it was `refused`, and only there, a line of an error says
-        why, `most` lines of a config. Where it was `alone`, no process is left."""
+        """Wait for the end, and check it. Returns the exit status, which must be one of `statuses` if any are given.
+        If it was `refused`, at most `most` lines must say why; otherwise none. If `alone`, no process may be left."""
         try:
             status = self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -82,7 +82,7 @@ def _listing(folder):
 
 
 def living():
-    """The processes that commands started and that have not ended."""
+    """Ids of the processes that commands started and that still run."""
     found = []
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with suppress(OSError):
@@ -98,7 +98,7 @@ def send(signum, pids):
 
 
 def none_left(within=30.0, *, kill=False):
-    """Wait until no process of a command lives."""
+    """Wait until no process of a command is left."""
     deadline = time.monotonic() + within
     while left := living():
         assert time.monotonic() < deadline, f"processes were left behind: {left}"
@@ -108,7 +108,7 @@ def none_left(within=30.0, *, kill=False):
 
 def set_times(folder, draw):
     moment = draw.choice([315532800, 4102444800])  # 1980 or 2100
-    for root, folders, files in os.walk(folder):  # which passes over folders that a command has just renamed
+    for root, folders, files in os.walk(folder):  # skips folders that a command has just renamed
         for name in (*folders, *files):
             with suppress(OSError):
                 os.utime(Path(root, name), (moment, moment), follow_symlinks=False)
@@ -123,19 +123,19 @@ def steps_of(output):
 
 
 def rows_of(output):
-    """What metrics.jsonl says of each step but its speed."""
+    """Step, loss, norm of the gradients and learning rate of each row of metrics.jsonl."""
     rows = read_metrics(output / "metrics.jsonl")
     return [tuple(row.get(key) for key in ("step", "loss", "grad_norm", "lr")) for row in rows]
 
 
 def exports_of(output):
-    """Checksums of all files that were exported, by path, but for model cards, which have measured figures."""
+    """Checksums of all exported files by path, without model cards, which hold measured figures."""
     files = [file for file in sorted((output / "exports").rglob("*")) if file.is_file() and ".tmp-" not in str(file)]
     return {str(file.relative_to(output / "exports")): checksum(file) for file in files if file.name != "README.md"}
 
 
 def held_in(output, step):
-    """By file, what a whole checkpoint holds: header, which has no fixed order, and bytes of its tensors."""
+    """By file of a whole checkpoint: its header, whose order varies, and the bytes of its tensors."""
     held, found = {}, open_checkpoint(folder_of(output, step))
     wrong = [name for name, right in found.state["checksums"].items() if checksum(found.folder / name) != right]
     assert not wrong, f"{found.folder}: {wrong} are damaged"
@@ -146,7 +146,7 @@ def held_in(output, step):
 
 
 def weights_of(output):
-    """All that was exported, by path and name."""
+    """All exported tensors, by path and name."""
     files = (output / "exports").rglob("*.safetensors")
     return {f"{file.relative_to(output)} {name}": each for file in files for name, each in load_file(file).items()}
 
@@ -157,7 +157,8 @@ DAMAGES |= {"another in its place": 3, "a folder in its place": 1, "a link to it
 
 
 def damage(draw, root, but):
-    """Damage a file in `root`, each kind of names as likely as the others: the file, what it held, and how."""
+    """Damage a file in `root`; each kind of name is equally likely. Returns the file, its former content, and the
+    damage."""
     files = [file for file in sorted(root.rglob("*")) if file.is_file() and file.stat().st_size]
     kinds = {}
     for each in files:
@@ -172,7 +173,7 @@ def damage(draw, root, but):
         "cut": whole[:at],
         "made longer": whole + draw.randbytes(draw.randrange(1, 100)),
         "emptied": b"",
-        # what is left of a page that was not on disk when the power went
+        # a page that was not on disk when the power failed
         "512 bytes zeroed": whole[:page] + bytes(len(whole[page : page + 512])) + whole[page + 512 :],
         "another in its place": draw.choice(others or [file]).read_bytes(),
     }
@@ -181,14 +182,14 @@ def damage(draw, root, but):
     if how in ("removed", "a folder in its place", "a link to itself"):
         file.unlink()
         {"a folder in its place": file.mkdir, "a link to itself": lambda: file.symlink_to(file)}.get(how, int)()
-    elif how == "not to be read":  # root reads it all the same
+    elif how == "not to be read":  # root can still read it
         file.chmod(0)
     print(how, file)
     return file, whole, how
 
 
 def bring_back(file, content):
-    """As it was before it was damaged."""
+    """Restore a file as it was before it was damaged."""
     if file.is_dir() and not file.is_symlink():
         shutil.rmtree(file)
     file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Scripts run on emulated GPUs, in the environment that has the CUDA build of torch."""
+"""Run scripts on emulated GPUs, in the environment with the CUDA build of torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEPTHS = ("num_layers", "n_layers", "num_refiner_layers", "n_refiner_layers", "
 
 
 def of_blocks(model: CatalogModel, blocks: int, name: str = "") -> CatalogModel:
-    """The model with so many blocks in each of its lists."""
+    """The model with this many blocks in each of its lists."""
     written = [argument for argument in _DEPTHS if argument in model.spec.kwargs]
     depths = written or ("num_layers", "num_single_layers")[: len(model.block_lists)]  # Flux's class sets them
     kwargs = model.spec.kwargs | dict.fromkeys(depths, blocks)
@@ -44,11 +44,11 @@ SANA = catalog.model("sana-1600m")
 SMALL = of_blocks(SANA, 3, "short-sana")
 
 _LIBRARIES = build.cache_folder()
-"""The user's, whatever a test says later of where its cache is."""
+"""The user's own folder, even where a test moves its cache."""
 
 
 def empty_cache(folder: Path) -> Path:
-    """A cache where nothing is kept but the emulated GPU's libraries, which are built once for all tests."""
+    """A cache that holds nothing but the emulated GPU's libraries, which are built once for all tests."""
     _LIBRARIES.mkdir(parents=True, exist_ok=True)
     folder.mkdir(exist_ok=True)
     (folder / _LIBRARIES.name).symlink_to(_LIBRARIES)
@@ -62,7 +62,8 @@ def request(strategy: str, micro_batch_size: int = 2, model: CatalogModel = SMAL
 
 
 def recorded_as_attempted(requests: Mapping[str, StepRequest], folder: Path) -> dict[str, Profile]:
-    """Recorded runs that take what attempts take, in each phase; every byte has its category there."""
+    """Record each request. Checks that the record and a bare attempt take the same bytes in each phase, and that the
+    categories sum to them."""
     with pytest.MonkeyPatch.context() as patch, EmulatedGpus(A40, 2) as gpus, ThreadPoolExecutor(2) as aside:
         patch.setenv("BIGDIT_CACHE", str(empty_cache(folder)))
         attempts = dict(zip(requests, aside.map(gpus.attempt, requests.values()), strict=True))
@@ -76,21 +77,21 @@ def recorded_as_attempted(requests: Mapping[str, StepRequest], folder: Path) -> 
 
 
 def on_gpu(gpu: str, script: str, gpus: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run python code in a process with emulated GPUs."""
+    """Run Python code in a process with emulated GPUs."""
     environment = os.environ | emulated_environment(catalog.resolve_gpu(gpu), gpus) | variables
     command = [str(cuda_python()), "-W", "ignore", "-c", textwrap.dedent(script)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
 
 
 def answers(gpu: str, script: str, gpus: int = 1, **variables: str) -> Any:
-    """What the script prints as JSON in its last line; a script that fails fails the test, with what it said."""
+    """Parse the script's last line as JSON. A failing script fails the test with its output."""
     done = on_gpu(gpu, script, gpus, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def on_gpus(gpu: str, folder: Path, script: str, *arguments: str, processes: int = 2) -> list[Any]:
-    """Run python code under torchrun, a process a GPU; what each rank left by `leave(value)`, in their order."""
+    """Run Python code under torchrun with a GPU a process. Returns what each rank passed to `leave(value)`, by rank."""
     file = folder / "script.py"
     file.write_text(_LEAVE + textwrap.dedent(script))
     with shared_state() as state:
@@ -113,7 +114,7 @@ def leave(value):
 
 
 def benched(*options: object, **environment: str) -> tuple[dict[str, Any], str]:
-    """The receipt of three steps of `bigdit bench step` on an emulated A40, and what it printed."""
+    """The receipt of three steps of `bigdit bench step` on an emulated A40, and the printed text."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "receipt.json"
         line = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "bench", "step"]
@@ -131,7 +132,7 @@ def benched(*options: object, **environment: str) -> tuple[dict[str, Any], str]:
 
 @dataclass
 class Done:
-    """A finished command, and its report."""
+    """A finished `bigdit emulate`."""
 
     returncode: int
     stdout: str
@@ -147,7 +148,7 @@ class Done:
 
 
 def emulate(*arguments: object, timeout: float = 120, **environment: str) -> Done:
-    """The command line, with the environment of the CUDA build in front of all others."""
+    """Run `bigdit emulate` with the CUDA build's programs first in PATH."""
     path = f"{cuda_python().parent}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}"
     done = bigdit("emulate", *arguments, timeout=timeout, PATH=path, **environment)
     return Done(done.returncode, done.stdout, done.stderr)

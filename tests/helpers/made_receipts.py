@@ -1,4 +1,4 @@
-"""Receipts of runs that never were."""
+"""Made-up receipts of runs."""
 
 import datetime
 
@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 
 def receipt_of(text="single", **fields):
-    """Of a tiny Sana on an A100; `text` is its strategy."""
+    """A receipt of a tiny Sana on an A100, with the strategy `text`."""
     known = {
         "kind": "train",
         "written": datetime.date(2026, 1, 2),

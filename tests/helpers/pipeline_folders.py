@@ -1,4 +1,5 @@
-"""Folders in diffusers' layout, as the emulator writes them of repositories of the hub: all configs, no weights."""
+"""Folders in diffusers' layout with all configs and no weights, as the emulator writes them for repositories of the
+hub."""
 
 import json
 
@@ -6,7 +7,7 @@ from bigdit.emulator.fake_weights import repository
 
 
 def pipeline_folder(folder, name):
-    """The configs of a repository."""
+    """A folder with the configs of a repository."""
     for path, config in repository(name).configs.items():
         file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -15,5 +16,5 @@ def pipeline_folder(folder, name):
 
 
 def changed(file, **values):
-    """Write other values into a JSON object."""
+    """Change values of a JSON object in a file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | values))

@@ -1,4 +1,4 @@
-"""Files of plans of the digits, runs by their strategies, and what is refused of both."""
+"""Plans of the digits as files, and runs with their strategies."""
 
 import pytest
 import yaml
@@ -20,13 +20,13 @@ SINGLE = Strategy(micro_batch_size=8, grad_accum_steps=2, checkpointed_blocks=1,
 
 
 def plan_of(strategy=SINGLE, *, kwargs=None, **found):
-    """A plan of the digits' model; what a search would have found beside its strategy is made up."""
+    """A plan of the digits' model. All but its strategy is made up."""
     model = ModelSpec(name="digits", class_name=DIGITS_MODEL["class_name"], kwargs=kwargs or DIGITS_MODEL["kwargs"])
     return made_up(model, BatchShape(latents=(4, 4, 6), text=(32, 64)), strategy, **found)
 
 
 def made_up(model, batch, strategy, *, gpus_per_node=8, verdict="FITS", expandable_segments=False):
-    """A plan for A40s, of images twice as high and wide as their latents."""
+    """A made-up plan for A40s, for images twice as high and wide as their latents."""
     height, width = (2 * side for side in batch.latents[-2:])
     return PlanFile(
         model=model,
@@ -60,14 +60,14 @@ def zero2(**changes):
 
 
 def write(plan, folder):
-    """The folder of a plan, as far as training reads it."""
+    """Write a plan's folder, with what training reads of it."""
     folder.mkdir(exist_ok=True)
     write_plan_file(folder / "plan.yaml", plan)
     return folder
 
 
 def run_yaml(folder, planned=None, **sections):
-    """The digits' run with the strategy of a plan that lies in `folder`/plan; `sections` over it."""
+    """The digits' run with the strategy of the plan in `folder`/plan, and `sections` changed."""
     document, planned = yaml.safe_load(DIGITS.read_text()), planned or plan_of()
     optimizer = planned.strategy.optimizer.model_copy(update={"lr": 2e-3, "betas": (0.9, 0.99)})
     document |= {

@@ -1,4 +1,4 @@
-"""A plan to show, write and train by: one recorded run, and made-up figures for what a search would add."""
+"""Plans to show, write and train by: one recorded run, with made-up figures for the rest of a search."""
 
 import functools
 from io import StringIO
@@ -41,7 +41,7 @@ def interval(low: float, high: float) -> Interval:
 
 
 def strategy(**changes: Any) -> Strategy:
-    """One process on its own GPU; `changes` over it."""
+    """A strategy for a single GPU, with `changes`."""
     usual = {"micro_batch_size": 8, "grad_accum_steps": 32, "checkpointed_blocks": 12, "gradient_clipping": 1.0}
     return Strategy(**(usual | changes))
 
@@ -52,9 +52,10 @@ def _non_torch(gpu: catalog.Gpu) -> ByteRange:
 
 @functools.cache
 def made_plan() -> Plan:
-    """Sana-1600M on one A40 at 1024 × 1024: recorded; the other strategies, speeds and the data set are made up."""
+    """Sana-1600M on one A40 at 1024 × 1024. The run is recorded; other strategies, speeds and the data set are made
+    up."""
     model, gpu = catalog.model("sana-1600m"), catalog.gpu("a40")
-    # Two micro-batches show all that thirty-two do.
+    # Two micro-batches show all that thirty-two would.
     with EmulatedGpus(gpu, 1) as gpus:
         found = gpus.profile(request_for(model, gpu, strategy(grad_accum_steps=2)))
     margin = Margin(share=0.03, source="9 engines on a GPU like this one")
@@ -113,6 +114,7 @@ def made_plan() -> Plan:
         ran=(chosen,),
         same_kernels={gpu.title: gpu.usable_bytes},
         smaller=(StepSize(micro_batch_size=4, grad_accum_steps=64, checkpointed_blocks=12),),
+        without_machine=None,
         fixes=(),
         dataset=DatasetNeed(
             images=IMAGES,
@@ -141,7 +143,7 @@ def made_plan() -> Plan:
 
 
 def curve(chosen: Estimate, share: float) -> dict[int, int]:
-    """A line that is flat while the step decides, and then rises by a `share` of what an image takes here."""
+    """A made-up curve: flat while the step dominates, then rising by a `share` of what one image takes."""
     sizes = (1, 2, 4, 6, 8, 12, 16, 24, 32)
     flat, peak = chosen.phases["step"] + GIB, chosen.process.high_bytes
     each = share * (peak - 21 * GIB) / chosen.strategy.micro_batch_size
@@ -149,7 +151,7 @@ def curve(chosen: Estimate, share: float) -> dict[int, int]:
 
 
 def front(chosen: Estimate) -> tuple[Estimate, ...]:
-    """The chosen one among neighbours that take less and go slower, or take more."""
+    """The chosen strategy among neighbours that need less and are slower, or need more."""
     came = OptimizerSpec(name="came")
     eight = OptimizerSpec(name="adamw_8bit")
     rows: list[tuple[str, dict[str, Any], float, float, bool, Verdict, str]] = [
@@ -221,7 +223,7 @@ WATERFALL = (
 
 
 def unfitting_plan() -> Plan:
-    """The same on a GPU of 16 GB: what is nearest does not fit, and what would."""
+    """The same plan on a GPU of 16 GB: the nearest strategy does not fit, and what would."""
     plan = made_plan()
     gpu = catalog.gpu("rtx-4080")
     reserved = plan.chosen.peak_reserved_bytes
@@ -253,7 +255,7 @@ def unfitting_plan() -> Plan:
 
 
 def sharded_plan(world_size: int = 32) -> Plan:
-    """The same by ZeRO-2 with an average on the host, on four machines; the ledger stays that of one GPU."""
+    """The same plan by ZeRO-2 on four machines, with EMA in CPU memory. The ledger stays that of one GPU."""
     from bigdit.config.load import parse_strategy
 
     plan = made_plan()
@@ -268,7 +270,7 @@ def sharded_plan(world_size: int = 32) -> Plan:
 
 
 def shown(plan: Plan, folder: Path | None = None, width: int = 80) -> str:
-    """What a terminal of so many columns shows of it."""
+    """The plan as a terminal with this many columns shows it."""
     out = StringIO()
     show(plan, folder, Console(width=width, no_color=True, file=out))
     return out.getvalue()

@@ -1,4 +1,4 @@
-"""Numbers with their units in what people read, held against numbers of a document."""
+"""Find numbers with units in text, and compare them with a document's numbers."""
 
 import html
 import re
@@ -16,11 +16,11 @@ NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
 QUANTITY = re.compile(rf"({NUMBER})(?:–({NUMBER}))?(?: ({UNITS})(?!\w))?")
 
 Quantity = tuple[str, str]
-"""A number as it is shown, and its unit: of bytes, of time, of a count, a share; or none."""
+"""A number as shown, and its unit: of bytes, time, a count, a share, or none."""
 
 
 def leaves(value: object) -> Iterator[str | float]:
-    """All numbers and texts of a JSON document, and its keys."""
+    """All numbers, texts and keys of a JSON document."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from leaves(each)
@@ -31,13 +31,13 @@ def leaves(value: object) -> Iterator[str | float]:
 
 
 def quantities(text: str) -> set[Quantity]:
-    """The numbers of a text with their units; both ends of a range."""
+    """The numbers of a text with their units. A range gives both ends."""
     found = [match.groups() for match in QUANTITY.finditer(text)]
     return {(number, unit or "") for first, last, unit in found for number in (first, last) if number}
 
 
 def visible(text: str) -> str:
-    """What a page shows but for its images, which have scales of their own."""
+    """The visible text of a page, without its images, which have their own scales."""
     text = re.sub(r"<(svg|style|script).*?</\1>", "", text, flags=re.DOTALL)
     return html.unescape(re.sub("<[^>]+>", " ", text))
 

@@ -1,4 +1,4 @@
-"""The folders of people who follow the pages: images, and runs of theirs as small as can be."""
+"""Folders of people who follow the docs: images, and runs as small as possible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECIPES = {
         "strategy.lora={rank: 2}",
     ),
 }
-"""Those that pages extract and train: what a tiny run has of each beside its name and output."""
+"""Runs that pages extract and train: what a tiny run changes, beside name and output."""
 
 SET = (
     *TINY,
@@ -49,11 +49,11 @@ while True:
     model(torch.ones(1, 64, device="cuda")).sum().backward()
     optimizer.step()
 """
-"""In the place of diffusers' example, whose weights are laid out as for that one."""
+"""Stands for diffusers' example; its weights have the same layout."""
 
 
 def reader_folder(folder, images):
-    """`images`, `my.yaml` with features/my and runs/my, `run.yaml`, which has two stages, and RECIPES."""
+    """A folder with `images`, `my.yaml` for features/my and runs/my, `run.yaml` with two stages, and RECIPES."""
     folder.mkdir()
     (folder / "images").symlink_to(images)
     (folder / "train_dreambooth_lora_sana.py").write_text(SCRIPT)
@@ -69,7 +69,7 @@ def reader_folder(folder, images):
 
 
 def ddpm_folder(folder, reader):
-    """`my.yaml` of another objective, over the features of that reader."""
+    """`my.yaml` with another objective, over the same cache."""
     folder.mkdir()
     (folder / "features").symlink_to(reader / "features")
     _write(folder, my=_run(*SET, "objective={name: ddpm}", "data.features=features/my", "output=runs/my"))
@@ -77,7 +77,7 @@ def ddpm_folder(folder, reader):
 
 
 def planned_folder(folder, reader):
-    """Two plans of one process, each with its run.yaml."""
+    """Two plans for one process, each with its run.yaml."""
     folder.mkdir()
     (folder / "features").symlink_to(reader / "features")
     data = yaml.safe_load(DIGITS.read_text())["data"] | {"features": "features/my"}
@@ -92,7 +92,7 @@ def planned_folder(folder, reader):
 
 
 def classes_folder(folder, images):
-    """`my.yaml` of a model of two classes, whose images lie in a folder a class."""
+    """`my.yaml` for a model of two classes, with a folder of images a class."""
     names = ("n01440764", "n01443537")
     for name in names:
         (folder / "classes" / name).mkdir(parents=True)
@@ -109,7 +109,7 @@ def classes_folder(folder, images):
 
 
 def videos_folder(folder, *changed):
-    """`my.yaml` of a model of videos, of few tokens at any size, since each stands for 11 frames of 32 × 32 pixels."""
+    """`my.yaml` for a video model with few tokens at any size: each token stands for 11 frames of 32 × 32 pixels."""
     (folder / "clips").mkdir(parents=True)
     for number in range(4):
         moving_square(folder / f"clips/{number}.mp4", rightwards=number % 2 == 0)
@@ -126,18 +126,17 @@ def videos_folder(folder, *changed):
 
 
 def first_frames_folder(folder):
-    """The same of videos that begin with an image, and one to begin with."""
-    videos_folder(folder, "model.kwargs.in_channels=2049", "encoders.first_frame={}")  # both latents, and the mask
+    """The same for videos that start from an image, and an image to start from."""
+    videos_folder(folder, "model.kwargs.in_channels=2049", "encoders.first_frame={}")  # both latents and the mask
     Image.new("RGB", (32, 32), "orange").save(folder / "fox.png")
     return folder
 
 
 def run_there(folder, words, timeout=300):
-    """A page's command of bigdit, in that folder, which has no `exported` and `samples` of the page before;
-    stdout, stderr and returncode."""
+    """Run a page's bigdit command in that folder, after removing `exported` and `samples` of the page before."""
     for made in ("exported", "samples"):
         shutil.rmtree(folder / made, ignore_errors=True)
-    path = f"{cuda_python().parent}:{os.environ['PATH']}"  # what is emulated has the CUDA build of torch
+    path = f"{cuda_python().parent}:{os.environ['PATH']}"  # emulated programs use the CUDA build of torch
     return warm.run([str(BIN / words[0]), *words[1:]], [environment_with({"PATH": path})], folder, timeout)
 
 
@@ -147,7 +146,7 @@ def _write(folder, **documents):
 
 
 def _run(*changed, of=DIGITS):
-    """The digits' run with so much changed; null leaves a key out."""
+    """The digits' run with these keys changed; null removes a key."""
     document = yaml.safe_load(of.read_text())
     for each in changed:
         path, _, text = each.partition("=")

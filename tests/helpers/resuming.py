@@ -1,4 +1,4 @@
-"""Engines over a tiny model, new or from a checkpoint, their step, and how they are saved."""
+"""Engines over a tiny model, new or from a checkpoint, with a step and a save."""
 
 import json
 
@@ -19,7 +19,7 @@ IN_GROUPS = OptimizerSpec(lr=1e-3, weight_decay=0.1, decayed="matrices")
 
 
 def strategy(engine="single", world_size=1, stage=None, **options):
-    """A strategy of the tests', with DeepSpeed's document for `stage`."""
+    """A strategy, with DeepSpeed's document for `stage`."""
     document = None
     if stage is not None:
         document = json.loads((ROOT / "ds_configs/zero2_bf16.json").read_text())
@@ -29,7 +29,7 @@ def strategy(engine="single", world_size=1, stage=None, **options):
 
 
 def started(wanted, world, *, seed=0, found=None):
-    """An engine over fresh weights, or over a checkpoint's, with its average and its step."""
+    """An engine with its EMA and step, over fresh weights or a checkpoint's."""
     family = models.family(SANA.class_name)
     model = models.build(SANA, device="cpu", dtype=engines.compute_dtype(wanted), seed=seed)
     models.equip(model, family, wanted)
@@ -45,7 +45,7 @@ def started(wanted, world, *, seed=0, found=None):
 
     def step():
         each = max(1, 2 // world.world_size)
-        first = world.rank * each % 2  # a third process has the first one's sample
+        first = world.rank * each % 2  # a third process trains on the first one's sample
         mine = slice(first, first + each)
         whole = one_batch()
         mine = Batch(whole.latents[mine], whole.text_embeds[mine], whole.text_mask[mine], whole.seeds[mine])

@@ -1,4 +1,4 @@
-"""Engines of one process over tiny models, a batch that they step on, and which operators they run."""
+"""Single-process engines over tiny models, a batch to step on, and a count of operators."""
 
 from collections import Counter
 
@@ -19,14 +19,14 @@ def started(strategy, spec=SANA, seed=0):
 
 
 def equipped(strategy, spec=SANA, seed=0):
-    """A family, and its model as the strategy wants it: `seed` is that of adapters."""
+    """A family and its model, prepared for the strategy. `seed` initialises the adapters."""
     family = models.family(spec.class_name)
     model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
     return family, models.equip(model, family, strategy, seed=seed)
 
 
 def one_batch(seed=0, *, poisoned=False):
-    """Two random samples; `poisoned`, one number of the second's latents is NaN."""
+    """Two random samples. With `poisoned`, one latent of the second is NaN."""
     generator = torch.Generator().manual_seed(seed)
     latents = torch.randn(2, *SHAPE.latents, generator=generator)
     if poisoned:
@@ -36,7 +36,7 @@ def one_batch(seed=0, *, poisoned=False):
 
 
 class Executed(TorchDispatchMode):
-    """Counts operators that are run, and not taken from what selective checkpointing kept."""
+    """Count operators that run, without those whose results selective checkpointing kept."""
 
     def __init__(self):
         super().__init__()

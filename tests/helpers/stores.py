@@ -1,7 +1,7 @@
-"""Stores of random features, without images or encoders, and streams of batches from them."""
+"""Caches of random features, made without images or encoders, and streams of batches from them."""
 
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -9,6 +9,7 @@ from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
+from bigdit.sources.protocol import Caption
 from bigdit.store.part import EncodedRange, part_path, write_part
 from bigdit.store.reader import Part
 from bigdit.store.schema import FILE, Change, StoreSchema, part_identity, schema_text, store_identity
@@ -19,12 +20,6 @@ SHAPES = [(4, 6, 6), (4, 4, 8)]
 DIM, TOKENS, POOLED, PART = 16, 12, 6, 8
 STREAMS = {"layers": {"max_tokens": 3, "dim": 10}, "glyphs": {"max_tokens": 5, "dim": 4}}
 NULL = Text(torch.full((2, DIM), 7.0), torch.full((POOLED,), 9.0))
-
-
-@dataclass(frozen=True)
-class Caption:
-    text: str
-    weight: float = 1.0
 
 
 def make_store(
@@ -42,10 +37,13 @@ def make_store(
     gone=(),
     shapes=None,
 ):
-    """Random features; sample i's second caption weighs three times its first. With `classes` there are no captions,
-    and sample i is of class i modulo their number. With `streams` a text has two more beside it, one of which may be
-    empty, and its mask shows the first half of its states. With runs `gone`, samples from 40 on were added. A third of
-    the samples has the second of two `shapes`, SHAPES where none are given; more shapes come equally often."""
+    """Write random features. The second caption of sample i weighs three times its first.
+
+    With `classes` there are no captions, and sample i has the class i modulo their number. With `streams` a text has
+    two more arrays, one of which may be empty; its mask shows the first half of its states. With runs `gone`, samples
+    from 40 on were added later. A third of the samples has the second of two `shapes`, by default SHAPES; more than
+    two shapes are equally frequent.
+    """
     shapes = shapes or SHAPES
     schema = StoreSchema(
         codec={},
@@ -94,7 +92,7 @@ def make_store(
 
 
 def streamed(text, index, generator):
-    """The text with streams: all layers, of which the mask shows all but one, and 0 to 5 glyphs."""
+    """A text with streams: all layers, whose mask hides one, and 0 to 5 glyphs."""
     more = {
         "layers": Text(torch.randn(3, 10, generator=generator), unmasked=2),
         "glyphs": Text(torch.randn(index % 6, 4, generator=generator)),
@@ -103,14 +101,29 @@ def streamed(text, index, generator):
 
 
 def null_of_streams(text):
-    """The same of the empty caption."""
+    """The empty caption with the same streams."""
     return replace(
         text, unmasked=1, streams={"layers": Text(torch.full((3, 10), 8.0)), "glyphs": Text(torch.zeros(0, 4))}
     )
 
 
+def read_rows(store, bucket, positions):
+    """Latents as stored, texts of first captions, and source indices of samples of a bucket, in source order."""
+    ends = store.index.counts[:, store.index.shapes.index(bucket)].cumsum()
+    latents, texts, indices = [], [], []
+    for position in positions:
+        number = int((ends <= position).sum())
+        part, row = store.part(number), int(position - (ends[number - 1] if number else 0))
+        index, sample = part.latents(bucket, row)
+        latents.append(sample)
+        indices.append(index)
+        if store.classes is None:
+            texts.append(part.text(part.choose_caption(bucket, row, 0.0)))
+    return torch.stack(latents), texts, indices
+
+
 def damages(path):
-    """What is wrong with a part: of its rows, or that it is refused."""
+    """What is wrong with a part: its damaged rows, or why it is refused."""
     try:
         return list(Part.open(path).damages())
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Small transformers for tests, and the shape of their samples."""
+"""Small transformers for tests, and the shapes of their samples."""
 
 from bigdit.strategy import BatchShape, ModelSpec
 
@@ -19,7 +19,7 @@ SANA = ModelSpec(
         "patch_size": 1,
     },
 )
-# Three blocks; some of its weights have more than 4096 elements, so that bitsandbytes keeps them in 8 bits.
+# Three blocks. Some weights have more than 4,096 elements, so that bitsandbytes keeps them in 8 bits.
 THREE_BLOCKS = ModelSpec(
     name="tiny-sana",
     class_name="SanaTransformer2DModel",
@@ -53,7 +53,7 @@ DEEP_FLUX = ModelSpec(
         "axes_dims_rope": [2, 2, 4],
     },
 )
-# Its first block's embedder is called from outside the block, too: under FSDP2 a unit gathered for the backward pass.
+# Its first block's embedder is also called from outside the block: an FSDP2 unit that the backward pass gathers.
 DIT = ModelSpec(
     name="tiny-dit",
     class_name="DiTTransformer2DModel",
@@ -68,7 +68,7 @@ DIT = ModelSpec(
         "patch_size": 2,
     },
 )
-# Four heads and 24 tokens of a video, which two or four processes may share.
+# Four heads and 24 tokens of a video, which two or four processes can share.
 WAN = ModelSpec(
     name="tiny-wan",
     class_name="WanTransformer3DModel",

@@ -1,4 +1,4 @@
-"""Timelines: written out, drawn at random, and compared."""
+"""Write, draw and compare timelines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bigdit.memory import Block, Span, Timeline
 
 KIB, MIB = 2**10, 2**20
 SHOWN = 8
-"""Events that are shown from the first that differs on, of either timeline."""
+"""How many events are shown from the first difference on, of either timeline."""
 
 
 def timeline(*events: int, phases: tuple[tuple[str, int], ...] = (("step", 0),)) -> Timeline:
-    """`30 * MIB` allocates that, and `-2` frees what was allocated second."""
+    """`30 * MIB` allocates that much, and `-2` frees the second allocation."""
     blocks: list[Block] = []
     coded: list[int] = []
     for event in events:
@@ -33,7 +33,7 @@ SIZES = st.one_of(st.integers(0, 4 * KIB), st.integers(0, 2 * MIB), st.integers(
 
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
-    """Blocks of all sizes, freed in any order."""
+    """Random timelines: blocks of all sizes, freed in any order."""
     blocks = draw(st.lists(SIZES, max_size=40))
     events: list[int] = []
     live: list[int] = []
@@ -48,7 +48,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
 
 
 def assert_same(found: Timeline, real: Timeline) -> None:
-    """Every block, event, span, collective and operator of both, in order."""
+    """Check that blocks, events, spans, collectives and operators are equal, and in the same order."""
     for field in fields(Timeline):
         ours, theirs = getattr(found, field.name), getattr(real, field.name)
         if ours != theirs:

@@ -1,4 +1,4 @@
-"""Tiny runs of the digits that this process trains itself."""
+"""Tiny runs of the digits in this process."""
 
 import yaml
 from commands import DIGITS, SINGLE, TINY, bigdit, reading, with_set
@@ -7,21 +7,26 @@ from safetensors.torch import load_file
 from bigdit import checkpoint
 from bigdit.config import load_stages
 from bigdit.dist import World
+from bigdit.errors import guard
 from bigdit.train import main
 from bigdit.train.loop import train
 from bigdit.train.prepare import prepare_stages
 from bigdit.train.processes.stop import Stop
 
 
+def launched(config, overrides):
+    """Train in this process as a launched one does. Returns the exit status."""
+    return guard(lambda: main.main(["--config", str(config), *with_set(overrides)]))
+
+
 def run(features, output, *more):
-    """Train by the command's own function; its exit status."""
-    overrides = [*TINY, *SINGLE, *reading(features), f"output={output}", *more]
-    return main.main(["--config", str(DIGITS), *with_set(overrides)])
+    """Train a tiny run of the digits. Returns the exit status."""
+    return launched(DIGITS, [*TINY, *SINGLE, *reading(features), f"output={output}", *more])
 
 
 def encoded_for(folder, model, vae, data, text=(), strategy=(), **encoders):
-    """A run.yaml of two steps in the folder over its images, whose features are made with the pipeline there, and this
-    VAE of it; what the command printed."""
+    """A run.yaml of two steps in the folder, whose images are encoded with the pipeline there and this VAE. Returns
+    it and the output."""
     pipeline = folder / "pipeline"
     vae.save_pretrained(pipeline / "vae")
     config = {
@@ -43,12 +48,12 @@ def encoded_for(folder, model, vae, data, text=(), strategy=(), **encoders):
 
 
 def train_here(config, *overrides):
-    """Train the run of a YAML by the command's own function, in this process."""
-    assert main.main(["--config", str(config), *with_set(overrides)]) == 0
+    """Train the run of a YAML in this process, by the command's own function."""
+    assert launched(config, overrides) == 0
 
 
 def run_to(steps, output, features, *overrides):
-    """Train in this process up to `steps`, resuming from what `output` holds; the last checkpoint."""
+    """Train in this process up to `steps`, resuming from `output`. Returns the last checkpoint."""
     settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]
     prepared = prepare_stages(load_stages(DIGITS, settings))
     train(prepared, World(), Stop(prepared[0].stage.run.train.grace, World()))
@@ -57,5 +62,5 @@ def run_to(steps, output, features, *overrides):
 
 
 def exported(found, name):
-    """The tensors that a checkpoint was exported as, when its run ended."""
+    """The tensors of the checkpoint that the run exported when it ended."""
     return load_file(next((found.folder.parents[1] / "exports" / found.folder.name / name).glob("*.safetensors")))

@@ -1,4 +1,4 @@
-"""Small wheels, which pip installs in the place of real ones."""
+"""Small wheels that pip installs in place of real ones."""
 
 import zipfile
 

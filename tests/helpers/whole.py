@@ -1,16 +1,17 @@
-"""The training state that the processes of an engine hold together."""
+"""The training state that an engine's processes hold together."""
 
 import torch
 import torch.distributed as dist
 
-from bigdit.engines.state import places
+from bigdit.engines.state import state_slices
 
 
 def whole_state(engine, ema=None):
-    """{name: fp32 tensor in one dimension}, on the host, of masters, averages and state. All processes call it."""
+    """{name: fp32 tensor in one dimension} in CPU memory, of masters, EMA and optimizer state. All processes call
+    it."""
     here = {
         name: (place.numel, place.offset, place.tensor.to("cpu", torch.float32, copy=True))
-        for name, place in places(engine, ema, 0).items()
+        for name, place in state_slices(engine, ema, 0).items()
         if name.startswith(("master.", "ema", "state."))
     }
     everywhere = [here]
@@ -25,7 +26,7 @@ def whole_state(engine, ema=None):
 
 
 def full_weights(engine, ema=None):
-    """The same of the weights alone, or of their averages, by parameter."""
+    """The whole weights, or their EMA, by parameter."""
     kind = "master." if ema is None else "ema."
     state = whole_state(engine, ema)
     return {name.removeprefix(kind): tensor for name, tensor in state.items() if name.startswith(kind)}

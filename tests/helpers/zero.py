@@ -1,4 +1,4 @@
-"""Strategies of DeepSpeed's ZeRO for a tiny model."""
+"""DeepSpeed's ZeRO strategies for a tiny model."""
 
 import json
 
@@ -25,7 +25,7 @@ ENGINES = {
 
 def strategy_of(engine, processes, precision, optimizer, checkpointed, grad_accum, decayed="all"):
     document = json.loads((ROOT / "ds_configs/zero2_bf16.json").read_text())
-    # Buckets smaller than the model, so that it takes several; and parameters that are not all kept whole.
+    # Buckets smaller than the model, so that it takes several. Not all parameters are kept whole.
     document["zero_optimization"] |= ENGINES[engine] | {
         "reduce_bucket_size": 50000,
         "allgather_bucket_size": 50000,
@@ -33,7 +33,7 @@ def strategy_of(engine, processes, precision, optimizer, checkpointed, grad_accu
         "stage3_prefetch_bucket_size": 20000,
     }
     document |= {
-        "fp16": {"initial_scale_power": 4},  # no step overflows, and is skipped
+        "fp16": {"initial_scale_power": 4},  # no step overflows or is skipped
     }
     return Strategy(
         engine="deepspeed",

@@ -1,4 +1,4 @@
-"""Steps that are read ahead: in their order, and as many as were asked for."""
+"""Steps are read ahead in order, and as many as requested."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_steps_come_in_order_and_so_many_ahead_are_asked_for(ahead: int) -> None
     with ThreadPoolExecutor(1) as reader:
         found = []
         for square in read_ahead(read, range(2, 8), ahead, reader):
-            reader.submit(int).result()  # the thread has done what it was asked for
+            reader.submit(int).result()  # the thread has done its work
             found.append((square, len(asked)))
     assert found == [(step * step, min(step - 1 + ahead, 6)) for step in range(2, 8)]
 

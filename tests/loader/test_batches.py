@@ -1,4 +1,4 @@
-"""The loader: what a batch holds, drawn from seeds alone, in bounded memory, and its errors."""
+"""The loader: batches drawn from seeds alone, in bounded memory, and its errors."""
 
 import ctypes
 import gc
@@ -35,7 +35,7 @@ def indices_of(store, stream, step):
 
 
 def same(embeds, mask, text, kind):
-    """Whether a sample's states, padded, and their mask are those of a text."""
+    """Whether a sample's padded states and their mask are those of a text."""
     states = dequantise(*quantise(text.states)) if kind.get("eight_bits") else text.states.bfloat16()
     assert torch.equal(embeds[: len(states)], states)
     assert not embeds[len(states) :].any()  # memory that is used again is cleared
@@ -84,7 +84,7 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it(tmp_path):
     with closing(stream_of(store, read_ahead_steps=1).steps(0, 20)) as steps:
         for (batch,) in steps:
             pointers.add(batch.text_embeds.data_ptr())
-            graph = batch.text_embeds.float().requires_grad_()  # a view that outlives its batch for a while
+            graph = batch.text_embeds.float().requires_grad_()  # a view that lives somewhat longer than its batch
             del batch, graph
     assert len(pointers) <= 3
 
@@ -271,14 +271,14 @@ def test_an_index_spares_the_headers_and_is_made_again_where_it_is_wrong(tmp_pat
 
 def anonymous():
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # or what tests before this one freed would be used again, and not be seen
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise memory freed by earlier tests would be used again, and not be counted
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 
 @pytest.mark.timeout(120)
 def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, monkeypatch):
-    """The ledger's bytes of host batches, and this process's own memory while batches of that size are read."""
+    """The ledger's bytes of host batches, beside this process's own memory while it reads batches of that size."""
     monkeypatch.setattr("stores.SHAPES", [(4, 64, 64), (4, 32, 128)])
     monkeypatch.setattr("stores.TOKENS", 64)
     monkeypatch.setattr("stores.DIM", 512)
@@ -299,7 +299,7 @@ def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, mo
     before, most = anonymous(), 0
     with closing(stream_of(store, micro=micro, read_ahead_steps=ahead).steps(0, 24)) as steps:
         for (batch,) in steps:
-            batch.text_embeds[:, -1] = 0  # every page is the process's own, as a copy to a device would find it
+            batch.text_embeds[:, -1] = 0  # the process owns every page, as when it copies to a device
             most = max(most, anonymous() - before)
             del batch
     # Tables and headers of open parts, and Python's own: a few MB.

@@ -1,4 +1,4 @@
-"""Micro-batches of a step are equal work for all processes, whatever buckets and captions they have."""
+"""The micro-batches of a step are equal work for all processes, whatever their buckets and captions."""
 
 from collections import Counter
 
@@ -48,7 +48,7 @@ WAN = {
     "num_layers": 2,
 }
 
-# Its captions lose their padding but for the longest of a micro-batch.
+# Captions lose their padding, except for the longest of a micro-batch.
 BY_TEXT = spec("Lumina2Transformer2DModel", LUMINA)
 PIXELS = ((4, 6, 6), (4, 4, 8), (4, 8, 4), (4, 4, 10), (4, 10, 4))
 FRAMES = ((4, 1, 4, 6), (4, 2, 4, 6), (4, 3, 4, 6), (4, 5, 4, 6))
@@ -79,7 +79,7 @@ def streams(store, **options):
 
 
 def test_the_global_batch_stays_as_it_is_with_the_same_seeds(tmp_path):
-    """On any number of processes, so that a run resumes on another."""
+    """On any number of processes, so that a run can resume on another."""
     make_store(tmp_path / "store", count=200, several=True)
     store = FeatureStore.open(tmp_path / "store")
     alone = stream_of(store, MICRO, PASSES * RANKS)
@@ -103,7 +103,7 @@ STEPS = 3
 
 
 def works(store, chosen, **options):
-    """FLOPs [steps, processes, passes] of the micro-batches in the model's own forward pass."""
+    """FLOPs [steps, processes, passes] of the micro-batches in the model's forward pass."""
     family, model = models.family(chosen.class_name), build(chosen, device="cpu", dtype=torch.float32, seed=0)
 
     def work(batch):
@@ -127,7 +127,7 @@ def test_a_step_has_one_bucket_so_its_work_is_equal(tmp_path, mix):
 
 
 def test_captions_are_dealt_so_that_work_is_equal(tmp_path):
-    """The slowest process of each pass takes at most 5 % longer than the mean one."""
+    """The slowest process of each pass takes at most 5 % longer than the mean."""
     make_store(tmp_path / "store", count=200, several=True, shapes=PIXELS)
     store = FeatureStore.open(tmp_path / "store")
     before, after = (
@@ -140,7 +140,7 @@ def test_captions_are_dealt_so_that_work_is_equal(tmp_path):
 @pytest.mark.parametrize(("ranks", "micro", "passes"), [(3, 3, 3), (5, 4, 2), (7, 2, 2), (16, 3, 1)])
 @pytest.mark.parametrize("by_text", [False, True])
 def test_what_processes_do_not_divide_is_filled_up_with_weight_0(tmp_path, ranks, micro, passes, by_text):
-    """A global batch of 24: each sample counts once, with its own seed, and none twice."""
+    """A global batch of 24: each sample counts once, with its own seed."""
     make_store(tmp_path / "store", count=200, several=True)
     store = FeatureStore.open(tmp_path / "store")
     order = stream_of(store, 24).order

@@ -1,4 +1,4 @@
-"""Stores from which samples were taken away: what a run trains on and validates, before and after the change."""
+"""Stores from which samples were removed: what a run trains on and validates with, before and after."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from bigdit.loader.stages import data_state, plan_order
 from bigdit.store import FeatureStore
 
 GONE = ((1, 4, 41), (16, 18, -1))
-"""40 samples, of which 1 to 3 were replaced by 41 to 43, and 16 and 17 removed; 40, 44 and 45 are new."""
+"""40 samples. 1 to 3 were replaced by 41 to 43, and 16 and 17 removed. 40, 44 and 45 are new."""
 AWAY = {1, 2, 3, 16, 17}
 
 
@@ -26,7 +26,7 @@ def trained(store, order, steps):
 
 
 def held(store, order):
-    places = zip(*(column.tolist() for column in order.held.rows), strict=True)
+    places = zip(*(column.tolist() for column in order.validation.rows), strict=True)
     return {int(store.part(part).rows[store.index.shapes[bucket]][row, 0]) for bucket, part, row in places}
 
 

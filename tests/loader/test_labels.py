@@ -1,4 +1,4 @@
-"""Batches of a store of classes: a label a sample, or that of no class, and no text."""
+"""Batches of a store with classes: a label for each sample, or that of no class, and no text."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_ahead_of_the_step_the_same_is_read(store):
 
 
 def test_a_batch_is_as_large_as_the_profiled_one(store):
-    """In all its tensors, and the memory behind them."""
+    """All its tensors, and the memory behind them."""
     shape = BatchShape(latents=SHAPE, latents_dtype="bf16")
     profiled = batch(shape, Strategy(micro_batch_size=4), {"class_label": Extra((), torch.int64)})
     found = batches(store, 1)[0]

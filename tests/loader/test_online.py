@@ -1,4 +1,4 @@
-"""Features online: the weights of a run that encodes in each step are those of one that reads them from a store."""
+"""Online features: a run that encodes in each step gets the weights of one that reads a store."""
 
 import json
 import os
@@ -74,7 +74,7 @@ ONLINE_AND_NOT = {"cached": (), "online": ONLINE}
 
 @pytest.fixture(scope="module")
 def captioned(tmp_path_factory):
-    """Eleven images of several sizes, of which one has two captions, and some have the same one."""
+    """Eleven images of several sizes. One has two captions, and some share one."""
     folder = tmp_path_factory.mktemp("captioned")
     for number in range(10):
         caption = tiny_pipelines.CAPTIONS[number % 3 * 3] + (' that reads "CAT"' if number % 2 else "")
@@ -115,7 +115,7 @@ def written(folder, name, images):
 
 
 def trained(path, output, *overrides):
-    """The weights of a run when it has ended, by its command's own steps."""
+    """The weights of a run after its command's steps."""
     stages = load_stages(path, [f"output={output}", *overrides])
     prepared, _ = with_steps(prepare_stages(stages, starting=True))
     train(prepared, World(), Stop(60.0, World()))
@@ -125,7 +125,7 @@ def trained(path, output, *overrides):
 
 @pytest.fixture(scope="module")
 def sd3(tmp_path_factory, captioned):
-    """The config of a run of Stable Diffusion 3, whose features are extracted, and the weights that it comes to."""
+    """The config of a Stable Diffusion 3 run whose features are extracted, and its final weights."""
     folder = tmp_path_factory.mktemp("sd3")
     path = written(folder, "StableDiffusion3Pipeline", captioned)
     run = load_run(path)
@@ -134,7 +134,7 @@ def sd3(tmp_path_factory, captioned):
 
 
 def test_weights_are_to_the_bit_those_of_a_cached_run(sd3, tmp_path):
-    """With three text encoders, captions and their choice dropped and drawn alike; and so is a run that resumes."""
+    """With three text encoders, and the same dropped and chosen captions. A resumed run, too."""
     path, cached = sd3
     online = trained(path, tmp_path / "online", *ONLINE)
     whole = trained(path, tmp_path / "whole", *ONLINE, "data.caption_dropout=0")
@@ -144,12 +144,12 @@ def test_weights_are_to_the_bit_those_of_a_cached_run(sd3, tmp_path):
     trained(path, tmp_path / "resumed", *ONLINE, "train.steps=2", "train.export_every=2")
     resumed = trained(path, tmp_path / "resumed", *ONLINE)
     assert all(torch.equal(resumed[name], each) for name, each in cached.items())
-    assert not torch.nn.modules.module._global_forward_pre_hooks  # nothing watches on after its one step
+    assert not torch.nn.modules.module._global_forward_pre_hooks  # nothing watches after its one step
 
 
 @pytest.mark.slow
 def test_two_processes_encode_a_share_each(sd3, tmp_path):
-    """Under FSDP2, of the same global batches: the losses are those of one process that reads a store."""
+    """Under FSDP2, for the same global batches: the losses equal those of one process that reads a store."""
     path, _ = sd3
     chosen = [
         *ONLINE,
@@ -190,13 +190,14 @@ def filmed(tmp_path_factory):
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"StableDiffusion3Pipeline"}))
 def test_every_stream_of_a_batch_is_that_of_a_store(name, tmp_path, captioned):
-    """Latents, states, masks and pooled vectors of all samples, some of whose captions are dropped."""
+    """Latents, states, masks and pooled vectors of all samples, with some captions dropped."""
     assert_same(written(tmp_path, name, captioned))
 
 
 @pytest.fixture
 def one_thread(monkeypatch):
-    """As workers of extraction have: convolutions over frames round otherwise by several. A run takes all its cores."""
+    """As in extraction's workers: with several threads, convolutions over frames round differently. A run uses all
+    its cores."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     torch.set_num_threads(1)
@@ -207,7 +208,7 @@ def one_thread(monkeypatch):
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", VIDEOS)
 def test_videos_are_encoded_as_for_a_store(name, tmp_path, filmed):
-    """And trained on alike, to the bit."""
+    """Training on them is equal, too, to the bit."""
     path = written(tmp_path, name, filmed)
     clips = (f"data.images={{path: {filmed}, frame_rate: 8}}", "data.fps=8", "data.buckets=[[9, 16, 16]]")
     assert_same(path, *clips)
@@ -217,7 +218,7 @@ def test_videos_are_encoded_as_for_a_store(name, tmp_path, filmed):
 
 
 def assert_same(path, *overrides):
-    """What is encoded of each batch is what a store has of it."""
+    """Each encoded batch equals the store's."""
     run = load_run(path, overrides)
     spec = model_spec(run.model)
     extract(run, spec)
@@ -251,11 +252,11 @@ def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
     printed = {
         "data.buckets=[[16, 16], [16, 24]]": "data.buckets has 2: the bucket of an image is known only after all were "
         "read",
-        "validation.samples=2": "validation needs samples of a store",
+        "validation.samples=2": "validation needs samples of a cache",
         "encoders.device=cpu": "encoders.device is cpu: encoders must be on the model's device; set it to auto",
-        "encoders.image.latents=moments": "encoders.image.latents is moments, which needs a store",
-        "encoders.text.stored=fp8": "encoders.text.stored is fp8, which needs a store; leave it out",
-        "encoders.first_frame={}": "encoders.first_frame needs a store",
+        "encoders.image.latents=moments": "encoders.image.latents is moments, which needs a cache",
+        "encoders.text.stored=fp8": "encoders.text.stored is fp8, which needs a cache; leave it out",
+        "encoders.first_frame={}": "encoders.first_frame needs a cache",
         "stages=[{train: {steps: 1}}, {train: {steps: 2}}]": "it is of a run without stages",
     }
     for override, problem in printed.items():

@@ -1,4 +1,4 @@
-"""The order of samples: nothing lost, nothing twice, the same for every split of the global batch."""
+"""The order of samples: none lost, none twice, and the same for every split of the global batch."""
 
 from collections import Counter
 from fractions import Fraction
@@ -19,7 +19,7 @@ def tables(buckets):
 
 counts = st.integers(1, 4).flatmap(tables)
 grown = st.integers(1, 4).flatmap(lambda buckets: st.tuples(tables(buckets), tables(buckets)))
-"""What was there first, and what came to it."""
+"""What was there first, and what was added."""
 
 
 def order_of(table, global_batch_size, seed=0, window_parts=3, **more):
@@ -112,7 +112,7 @@ def test_a_stage_of_the_run_has_an_order_of_its_own_from_its_first_step_on(table
     assert used.batches_before(0) == first
     epoch = Counter(sample for batch in walked(used, first, used.batches_before(1)) for sample in batch)
     assert set(epoch.values()) <= {1}
-    many = [[40, 30], [50, 20]]  # of which no two orders are the same by chance
+    many = [[40, 30], [50, 20]]  # no two of these orders are equal by chance
     orders = [walked(order_of(many, 5, first_step=step), step, step + 10) for step in (0, first, first + 1)]
     assert orders[0] != orders[1] != orders[2]
 
@@ -128,7 +128,7 @@ def test_added_parts_leave_what_was_planned_and_all_come_in_the_next_epoch(both,
     after = order_of([*table, *more], global_batch_size, stages=stages)
     planned = before.batches_before(first)
     assert walked(after, 0, planned) == walked(before, 0, planned)
-    # Each bucket's stream goes on: from the stage on, every sample of old and new parts once an epoch.
+    # Each bucket's stream continues: from the stage on, every sample of old and new parts comes once an epoch.
     seen, whole = Counter(), np.array([*table, *more])
     stop = after.batches_before(first + 3)
     for batch in walked(after, 0, stop):
@@ -163,7 +163,7 @@ def test_the_remaining_order_is_the_same_on_any_number_of_ranks(resumed):
     whole = walked(order_of(table, 16), resumed, 60)
     for ranks in (1, 2, 4, 8):
         micro = 16 // ranks
-        order = order_of(table, 16)  # nothing of a process that ran before
+        order = order_of(table, 16)  # nothing of an earlier process
         shares = [
             [samples(order.batch(step))[rank * micro : (rank + 1) * micro] for rank in range(ranks)]
             for step in range(resumed, 60)

@@ -1,4 +1,4 @@
-"""Validation samples: never trained on, the same whatever else there is, and not to be changed on the way."""
+"""Validation samples are never trained on, do not depend on other samples, and cannot be changed during a run."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def tables(buckets):
 
 
 pairs = st.integers(1, 4).flatmap(lambda buckets: st.tuples(tables(buckets), tables(buckets)))
-"""Samples by part and bucket: those that there are, and those that come later, of as many buckets."""
+"""Samples by part and bucket: the existing ones, and later ones of as many buckets."""
 
 
 def index_of(table, shapes=SHAPES):
@@ -47,7 +47,7 @@ def test_what_is_held_out_never_comes_and_all_else_does(pair, batch, data):
     index = index_of([*table, *more])
     held = ValidationSplit(index, len(table), data.draw(st.integers(1, int(np.sum(table)) - 1)))
     stages = (EpochStage(0, len(table)), EpochStage(2, len(index.parts)))
-    order = Order(index.counts, index.shapes, batch, 0, stages=stages, window_parts=3, held=held)
+    order = Order(index.counts, index.shapes, batch, 0, stages=stages, window_parts=3, validation=held)
     seen = set()
     for step in range(order.batches_before(2) + 2 * int(index.counts.sum())):
         found = order.batch(step)
@@ -69,7 +69,7 @@ def test_parts_and_buckets_that_come_later_change_nothing(pair, samples):
     held = chosen(ValidationSplit(index_of(table), len(table), samples))
     assert len(held) == min(samples, np.sum(table))
     assert chosen(ValidationSplit(index_of([*table, *more]), len(table), samples)) == held
-    other = ((1, 1, 1), *SHAPES)  # a bucket that is sorted before the others
+    other = ((1, 1, 1), *SHAPES)  # a bucket that comes before the others
     wider = [[0, *each] for each in table]
     assert chosen(ValidationSplit(index_of(wider, other), len(table), samples), other) == held
     assert chosen(ValidationSplit(index_of(table), len(table), samples + 3)).items() >= held.items()
@@ -81,7 +81,7 @@ def test_large_stores_are_gone_through_a_piece_at_a_time(monkeypatch):
     monkeypatch.setattr("bigdit.loader.order._PARTS_AT_ONCE", 7)
     assert chosen(ValidationSplit(index, 50, 40)) == whole
     shares = [sum(shape == each for shape, _, _ in whole) for each in SHAPES[:2]]
-    assert min(shares) > 10  # of two buckets of as many samples
+    assert min(shares) > 10  # two buckets with as many samples
     assert len({part for _, part, _ in whole}) > 20
 
 
@@ -94,14 +94,14 @@ def test_a_run_continues_with_what_it_held_out_alone(tmp_path):
     make_store(tmp_path / "store", count=64)
     grown = FeatureStore.open(tmp_path / "store")
     again, _ = plan_order(grown, 4, 0, saved, 5, tmp_path, 6)
-    assert chosen(again.held, store.index.shapes) == chosen(order.held, store.index.shapes)
+    assert chosen(again.validation, store.index.shapes) == chosen(order.validation, store.index.shapes)
     with pytest.raises(UserError) as refused:
         plan_order(grown, 4, 0, saved, 5, tmp_path, 7)
     assert str(refused.value) == (
         f"validation.samples is 7, and {tmp_path} was trained with 6: its weights would be validated on "
         "samples that they were trained on; set it to 6, or choose another output"
     )
-    assert plan_order(store, 4, 0, saved | {"validated": 0}, 5, tmp_path)[0].held is None  # of an earlier version
+    assert plan_order(store, 4, 0, saved | {"validated": 0}, 5, tmp_path)[0].validation is None  # of an earlier version
 
 
 def test_something_must_be_left_to_train_on(tmp_path):

@@ -1,5 +1,5 @@
-"""A block whose compiler fails, in a process of its own: torch 2.13 then leaves its hook in the interpreter, by which
-what is called keeps its arguments until it returns, and tensors live longer."""
+"""A block whose compiler fails, in a process of its own. torch 2.13 then leaves its hook in the interpreter: calls
+keep their arguments until they return, and tensors live longer."""
 
 import torch
 from stepping import one_batch

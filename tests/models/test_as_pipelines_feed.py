@@ -1,4 +1,5 @@
-"""A family feeds its transformer what diffusers' own pipeline does: a call of each pipeline, and of its transformer."""
+"""A family gives its transformer the inputs that diffusers' pipeline gives it: a call of each pipeline beside a call
+of the family."""
 
 import math
 
@@ -20,12 +21,12 @@ LATENTS = (8, 12)  # of 64 × 96 pixels
 EDITED = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8))
 MASK = Image.fromarray(np.kron(np.random.default_rng(1).integers(0, 2, (16, 24)), np.ones((4, 4))) * 255).convert("L")
 KONTEXT = {"image": EDITED, "max_area": 64 * 96, "_auto_resize": False}
-# By pipeline: the transformer and its arguments, what a t of 1 is to it, and what else the pipeline's call is told.
+# By pipeline: the transformer and its arguments, its input for t = 1, and further arguments of the pipeline's call.
 CASES = {
     "BriaPipeline": ("BriaTransformer2DModel", BRIA, 1000, {}),
     "CogView3PlusPipeline": ("CogView3PlusTransformer2DModel", COGVIEW3, 1000, {}),
     "CogView4Pipeline": ("CogView4Transformer2DModel", COGVIEW4, 1000, {}),
-    "LongCatImagePipeline": (  # which draws noise of 16 channels
+    "LongCatImagePipeline": (  # it draws noise of 16 channels
         "LongCatImageTransformer2DModel",
         LONGCAT_IMAGE | {"in_channels": 64},
         1,
@@ -34,7 +35,7 @@ CASES = {
     "OvisImagePipeline": ("OvisImageTransformer2DModel", OVIS_IMAGE, 1, {}),
     "FluxKontextPipeline": ("FluxTransformer2DModel", FLUX, 1, KONTEXT),
     "FluxControlPipeline": ("FluxTransformer2DModel", FLUX_CONTROL, 1, {"control_image": EDITED}),
-    "FluxFillPipeline": (  # 4 + 64 channels further, packed
+    "FluxFillPipeline": (  # 4 + 64 more channels, packed
         "FluxTransformer2DModel",
         FLUX_CONTROL | {"in_channels": 16 + 272},
         1,
@@ -51,7 +52,7 @@ def scheduler(class_name):
 
 
 def vae(class_name):
-    """Which makes a latent of 8 × 8 pixels, as the published ones."""
+    """A VAE whose latent stands for 8 × 8 pixels, as in the published ones."""
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
     blocks |= {"block_out_channels": (4,) * 4, "norm_num_groups": 2, "latent_channels": 4}
     if class_name == "Flux2Pipeline":

@@ -1,4 +1,4 @@
-"""Checkpointing and offload of activations change memory, and no number."""
+"""Activation checkpointing and offload change memory, and no number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from bigdit.strategy import Strategy
 
 
 def gradients(policy, layers=2, ran=None):
-    """Of a loss in fp32 under `policy`, which says how activations are kept; `ran` gets the blocks' numbers."""
+    """Gradients of a loss in fp32 under `policy`, which sets how activations are kept. `ran` gets the blocks'
+    numbers."""
     family = models.family(TINY.class_name)
     spec = TINY.model_copy(update={"kwargs": TINY.kwargs | {"num_layers": layers}})
     model = models.build(spec, device="cpu", dtype=torch.float32, seed=0)
@@ -76,7 +77,7 @@ def five():
 
 @pytest.mark.parametrize(("segments", "kept"), [(None, 6), ({"blocks": 2}, 3), ({"blocks": 6}, 1), ({"blocks": 4}, 2)])
 def test_of_a_segment_only_what_its_first_block_is_given_is_kept(segments, kept):
-    """Images of 2 samples with 64 tokens of width 16; two more are saved after the last block."""
+    """Images of 2 samples with 64 tokens of width 16. Two more are saved after the last block."""
     shapes = []
 
     def pack(tensor):
@@ -94,7 +95,7 @@ def test_of_a_segment_only_what_its_first_block_is_given_is_kept(segments, kept)
     ids=str,
 )
 def test_what_comes_back_from_the_host_is_what_went(policy, plain):
-    """To rounding: the copy of a tensor with gaps has none, and products then sum in another order."""
+    """Up to rounding: the copy of a tensor with gaps has none, so that products sum in another order."""
     found = gradients({"offload_activations": True, **policy})
     largest = max(gradient.abs().max().item() for gradient in plain.values())
     for name, gradient in plain.items():
@@ -102,7 +103,7 @@ def test_what_comes_back_from_the_host_is_what_went(policy, plain):
 
 
 def test_selective_checkpointing_runs_matrix_products_and_attention_once():
-    """The second run of a block, in the backward pass, has everything but what is kept."""
+    """A block's second run, in the backward pass, reads their results."""
     counts = {}
     for kind, blocks in (("plain", 0), ("selective", "all"), ("full", "all")):
         with Executed() as executed:
@@ -176,7 +177,7 @@ def test_what_comes_back_has_the_strides_that_it_had():
 
 
 def test_an_expanded_mask_comes_back_with_its_strides_and_waits_as_it_is():
-    """On a GPU attention refuses a mask whose rows are not aligned: torch pads them, and expands the mask."""
+    """On a GPU attention refuses a mask with rows that are not aligned: torch pads the rows, and expands the mask."""
 
     class Masked(nn.Module):
         def forward(self, x, mask):

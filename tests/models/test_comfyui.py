@@ -1,6 +1,6 @@
-"""Adapters as ComfyUI reads them: its names of layers, its rows of joined layers, and its scales of DoRA.
+"""Adapters as ComfyUI reads them: its names of layers, its joined layers, and its scales of DoRA.
 
-ComfyUI adds B·A to a weight as it is, and with `dora_scale` makes it (W + B·A) · dora_scale / ‖W‖ by rows.
+ComfyUI adds B·A to a weight. With `dora_scale` it makes (W + B·A) · dora_scale / ‖W‖ by rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SINGLE = {
     ),
     "diffusion_model.single_blocks.0.linear2": ["single_transformer_blocks.0.proj_out"],
 }
-# ComfyUI's layer: the layers of diffusers whose rows it has, one after another.
+# ComfyUI's layer: the layers of diffusers whose rows it has, in order.
 KNOWN = {
     "wan-i2v": {
         "diffusion_model.blocks.0.self_attn.q": ["blocks.0.attn1.to_q"],
@@ -69,7 +69,7 @@ KNOWN = {
 
 
 def by_peft(weights, name, weight):
-    """The weight of a layer with its adapter, if it has one."""
+    """The weight of a layer, with its adapter if it has one."""
     if f"{name}.lora_A.default.weight" not in weights:
         return weight
     up, down = weights[f"{name}.lora_B.default.weight"], weights[f"{name}.lora_A.default.weight"]
@@ -91,7 +91,7 @@ def by_comfyui(tensors, layer, weight):
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name", KNOWN)
 def test_comfyui_gets_the_weights_that_were_trained(tmp_path, name, dora, ends):
-    """Of all layers, and where of a joined layer one part alone has adapters."""
+    """All layers, also joined ones of which one part alone has adapters."""
     torch.manual_seed(0)
     spec, lora = spec_of(name), SPEC.model_copy(update={"dora": dora})
     model = models.build(spec, device="cpu", dtype=torch.float32, seed=0)
@@ -108,7 +108,7 @@ def test_comfyui_gets_the_weights_that_were_trained(tmp_path, name, dora, ends):
         wanted = torch.cat([by_peft(weights, part, weight) for part, weight in frozen])
         found = by_comfyui(tensors, layer, torch.cat([weight for _, weight in frozen]))
         torch.testing.assert_close(found, wanted)
-    # No layer is left out, and each is one of ComfyUI's: as much is written as was trained.
+    # No layer is left out, and each is ComfyUI's: all that was trained is written.
     ups = [key for key in tensors if key.endswith(".lora_B.weight")]
     written = sum((tensors[up] @ tensors[up.replace("lora_B", "lora_A")]).square().sum() for up in ups)
     pairs = [(up, up.replace("lora_B", "lora_A")) for up in weights if ".lora_B." in up]

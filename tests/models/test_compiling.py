@@ -1,4 +1,4 @@
-"""Compiled blocks learn as others do, share their graphs, and are planned so."""
+"""Compiled blocks learn as others do, share their graphs, and are planned as they run."""
 
 import pytest
 import torch
@@ -21,20 +21,20 @@ from bigdit.strategy import BatchShape, LoraSpec, ModelSpec, SegmentSpec, Strate
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")
-Z_IMAGE = ModelSpec(  # it reads the lengths of texts from their mask
+Z_IMAGE = ModelSpec(  # it reads the texts' lengths from their mask
     name="tiny-z-image",
     class_name="ZImageTransformer2DModel",
     kwargs={"in_channels": 4, "dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
     | {"cap_feat_dim": 12, "axes_dims": [4, 6, 6], "axes_lens": [64, 16, 16]},
 )
 FOUR_BLOCKS = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": 4}})
-# All that stands between a model and its compiled blocks; `aot_eager` makes the graphs of Inductor, and no kernels.
+# All layers between a model and its compiled blocks. `aot_eager` makes Inductor's graphs without kernels.
 AROUND = {"precision": "fp32", "checkpointed_blocks": 2, "offload_activations": True, "lora": LoraSpec(rank=2)}
 AROUND["checkpointed_segments"] = SegmentSpec(blocks=2)
 
 
 def losses(strategy, spec=FOUR_BLOCKS):
-    """Of three steps."""
+    """The losses of three steps."""
     family = models.family(spec.class_name)
     model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
     models.equip(model, family, strategy, backend="aot_eager")
@@ -61,8 +61,8 @@ def counted():
     ids=["alone", "all of it", "int8", "nf4"],
 )
 def test_compiled_blocks_learn_as_others_do_and_share_their_graphs(printed, graphs, counted):
-    """To the rounding of sums that are taken in another order. Of four blocks two graphs: the first is fed images
-    that lie otherwise in memory than what a block gives."""
+    """Up to the rounding of sums in another order. Four blocks have two graphs: the first block gets images with
+    other strides than those that a block returns."""
     printed = {"precision": "fp32"} | printed
     plain = losses(Strategy(**printed))
     assert counted["unique_graphs"] == 0
@@ -78,7 +78,7 @@ def test_compiled_blocks_learn_as_others_do_and_share_their_graphs(printed, grap
     ids=["slices in CPU memory", "convolutions and masks", "lengths of texts"],
 )
 def test_a_plan_runs_compiled_blocks(spec, shape, more):
-    """With fewer kernels; the recorded step has the bytes of one that nobody watches."""
+    """With fewer kernels. The recorded step takes the bytes of one that is not recorded."""
     plain, compiled = (
         StepRequest(model=spec, batch=shape, strategy=Strategy(compile_blocks=switch, **more))
         for switch in (False, True)
@@ -87,8 +87,9 @@ def test_a_plan_runs_compiled_blocks(spec, shape, more):
         one, other = (gpus.attempt(each, counted="step") for each in (plain, compiled))
         ledger = gpus.profile(compiled).ledger
     assert kernels(other) < kernels(one)
-    assert COMPILED in {each.operator for each in other.work.operators}  # after a plain step of the same model too
-    assert 0.9 * flops(one) < flops(other) <= flops(one)  # the smallest products are in kernels of several operators
+    assert on_host(other) <= on_host(one)  # what the emulated GPU does for a kernel is no part of a step
+    assert COMPILED in {each.operator for each in other.work.operators}  # also after a plain step of the same model
+    assert 0.9 * flops(one) < flops(other) <= flops(one)  # the smallest products are in kernels with several operators
     assert {each.phase: each.peak_bytes for each in ledger.phases} == {
         name: each.peak_bytes for name, each in other.phases.items()
     }
@@ -97,7 +98,7 @@ def test_a_plan_runs_compiled_blocks(spec, shape, more):
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_what_is_traced_of_attention_over_processes_is_kept(tmp_path, monkeypatch):
-    """The kernels alone would be traced again by each attempt."""
+    """Otherwise each attempt would trace it again: by itself torch keeps only kernels."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     strategy = Strategy(engine="fsdp2", world_size=2, cp=2, micro_batch_size=2, compile_blocks=True)
     shape = BatchShape(latents=(4, 2, 8, 8), text=(6, 12))
@@ -108,6 +109,10 @@ def test_what_is_traced_of_attention_over_processes_is_kept(tmp_path, monkeypatc
 
 def kernels(attempt):
     return sum(each.launches for each in attempt.launched.values())
+
+
+def on_host(attempt):
+    return sum(each.calls for each in attempt.work.operators if each.place == "host")
 
 
 def flops(attempt):
@@ -145,7 +150,7 @@ def test_what_was_not_tried_is_refused(printed, problem):
 
 @pytest.mark.usefixtures("counted")
 def test_graphs_that_a_run_should_not_need_are_lines():
-    """A size has its graphs once; more of them, and a break within a block, cost speed that nobody would see."""
+    """A size has its graphs once. More of them, and breaks within a block, cost speed that nobody would notice."""
 
     def block(x, factor):
         if factor == 4:

@@ -1,4 +1,4 @@
-"""ControlNets beside frozen transformers: their steps are those of diffusers' classes, written by hand."""
+"""ControlNets beside frozen transformers: their steps equal those of diffusers' classes, written by hand."""
 
 import copy
 
@@ -74,7 +74,7 @@ def of_sana(transformer, controlnet, latents, t, batch):
 
 
 def qwen_image_from(transformer):
-    """With the norm of the text, which diffusers leaves out."""
+    """With the text's norm, which diffusers leaves out."""
     made = diffusers.QwenImageControlNetModel.from_transformer(
         transformer, num_layers=1, attention_head_dim=16, num_attention_heads=2
     )
@@ -135,7 +135,7 @@ def test_steps_are_those_of_diffusers_controlnet_written_by_hand(class_name, blo
     for name, parameter in transformer.named_parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
     theirs = begin(transformer)
-    optimizer = OptimizerSpec(lr=1e-2, weight_decay=0.1, eps=1e-2)  # else a step is the sign of a gradient
+    optimizer = OptimizerSpec(lr=1e-2, weight_decay=0.1, eps=1e-2)  # otherwise a step is the sign of a gradient
     strategy = Strategy(
         precision="fp32", optimizer=optimizer, controlnet=asked, checkpointed_blocks=blocks, gradient_clipping=None
     )

@@ -1,4 +1,5 @@
-"""Blocks whose linear layers multiply in FP8 learn as others do, are refused where they cannot, and are planned so."""
+"""Blocks with FP8 matrix products learn as others do, are refused where they cannot run, and are planned as they
+run."""
 
 import re
 
@@ -28,12 +29,12 @@ IMAGES = BatchShape(latents=(4, 8, 8))
 
 
 def wider(**kwargs):
-    """A tiny Sana with these arguments too."""
+    """A tiny Sana with these arguments, too."""
     return SANA.model_copy(update={"kwargs": SANA.kwargs | kwargs})
 
 
 def losses(**printed):
-    """Of five steps."""
+    """The losses of five steps."""
     strategy = Strategy(**printed)
     family = models.family(SANA.class_name)
     model = models.build(wider(num_layers=4), device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
@@ -44,7 +45,7 @@ def losses(**printed):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_fp8_learns_as_bf16_does(recipe):
-    """Within 1 %, and not to the bit: numbers have 3 bits, or 2. Recomputing and offloading change none."""
+    """Within 1 %: FP8 has 3 bits, or 2. Recomputation and offload change nothing."""
     plain, fp8 = losses(), losses(float8=recipe)
     assert fp8 == pytest.approx(plain, rel=1e-2)
     assert all(one != other for one, other in zip(plain, fp8, strict=True))
@@ -67,7 +68,7 @@ def test_adapters_stay_in_bf16_over_a_base_in_fp8():
     ("spec", "count"), [(DIT, "18 of the 27"), (SANA, "16 of the 16"), (wider(num_attention_heads=3), "4 of the 16")]
 )
 def test_how_many_layers_multiply_in_fp8_is_logged(spec, count):
-    """Those of modulation and of time do not, nor do others whose sizes 16 does not divide."""
+    """Those of modulation and time do not, nor those whose sizes 16 does not divide."""
     family, model, strategy = models.family(spec.class_name), models.skeleton(spec, dtype=torch.bfloat16), FP8
     names = [name for name, _ in model.named_parameters()]
     models.equip(model, family, strategy)
@@ -99,7 +100,7 @@ def test_what_was_not_tried_is_refused(printed, problem):
 
 
 def test_a_gpu_without_fp8_is_a_line(monkeypatch):
-    """In a plan, a profile, and where a run has its GPU."""
+    """In a plan, in a profile, and in a run on its GPU."""
     without = "multiplies nothing in FP8 (compute capability 8.6), which needs 8.9 or more; "
     strategy = Strategy(float8="rowwise")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
@@ -139,7 +140,8 @@ def test_the_option_alone_is_tensorwise(given):
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_an_emulated_gpu_counts_what_fp8_takes():
-    """The recorded step has the bytes of one that nobody watches; products are of FP8, and so are gathered weights."""
+    """The recorded step takes the bytes of one that is not recorded. Products are in FP8, and so are gathered
+    weights."""
     sharded = {"engine": "fsdp2", "world_size": 4}
     asked = {
         name: StepRequest(model=DIT, batch=IMAGES, strategy=Strategy(**printed))
@@ -163,7 +165,7 @@ def test_an_emulated_gpu_counts_what_fp8_takes():
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_what_torch_traces_of_compiled_fp8_is_kept(tmp_path, monkeypatch):
-    """By itself torch keeps its kernels, and not what it calls them by: each size was traced again in each plan."""
+    """torch alone keeps kernels, but not the code that calls them: each plan traced each size again."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     compiled = Strategy(compile_blocks=True, float8="rowwise")
     with EmulatedGpus(H100, 1) as gpus:

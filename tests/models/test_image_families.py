@@ -1,4 +1,4 @@
-"""The image families: each one steps on an emulated GPU, and is fed what it is to be fed."""
+"""The image families: each steps on an emulated GPU, and gets its conditions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NARROW = {"num_attention_heads": 2, "attention_head_dim": 8}
 LATENTS = {"sample_size": 8, "patch_size": 2, "in_channels": 4}
 PACKED = NARROW | {"in_channels": 16, "num_layers": 2, "num_single_layers": 1, "joint_attention_dim": 12}
 
-# The published classes, a few narrow blocks deep.
+# The published classes with a few narrow blocks.
 TINY: dict[str, dict[str, object]] = {
     "DiTTransformer2DModel": NARROW | LATENTS | {"out_channels": 8, "num_layers": 2, "num_embeds_ada_norm": 10},
     "PaperDiT": LATENTS | {"hidden_size": 16, "depth": 2, "num_heads": 2, "num_classes": 10},
@@ -74,7 +74,7 @@ MASKED = (
     *("PixArtTransformer2DModel", "ChromaTransformer2DModel", "AuraFlowTransformer2DModel"),
     *("Lumina2Transformer2DModel", "LuminaNextDiT2DModel", "SanaTransformer2DModel"),
 )
-UNUSED = {"LuminaNextDiT2DModel": {"pad_token"}}  # parameters that diffusers' class has, and does not use
+UNUSED = {"LuminaNextDiT2DModel": {"pad_token"}}  # parameters that diffusers' class has but does not use
 MICRO_BATCH_SIZE = 2
 
 
@@ -90,21 +90,21 @@ def shape_of(class_name: str) -> BatchShape:
 
 @pytest.mark.slow
 def test_the_recorded_step_of_each_takes_what_a_bare_one_takes(tmp_path: Path) -> None:
-    """One block recomputed, and the others not."""
+    """With one block recomputed, and the others not."""
     strategy = Strategy(micro_batch_size=MICRO_BATCH_SIZE, checkpointed_blocks=1)
     requests = {name: StepRequest(model=spec_of(name), batch=shape_of(name), strategy=strategy) for name in TINY}
     recorded_as_attempted(requests, tmp_path / "cache")
 
 
 class Fed:
-    """A tiny model with drawn parameters, and a micro-batch of random conditions for it."""
+    """A tiny model with random parameters, and a micro-batch of random conditions for it."""
 
     def __init__(self, class_name: str) -> None:
         self.class_name = class_name
         self.family = models.family(class_name)
         self.model = models.build(spec_of(class_name), device="cpu", dtype=torch.float32, seed=0)
         generator = torch.Generator().manual_seed(1)
-        for param in self.model.parameters():  # zeros of the initialisation would hide what reaches what
+        for param in self.model.parameters():  # initial zeros would hide what depends on what
             param.data.normal_(std=0.2, generator=generator)
         draw = functools.partial(torch.randn, generator=generator)
         shape, count = shape_of(class_name), MICRO_BATCH_SIZE
@@ -141,7 +141,7 @@ def test_the_prediction_has_the_shape_of_the_latents_and_follows_every_condition
     before = fed.predict()
     assert of_latents(before, 4).shape == fed.batch.latents.shape
     assert before.shape[1] in (4, 8)  # and the variance
-    assert torch.allclose(fed.predict(t=fed.t.double()), before, atol=1e-5)  # as DDPM says it
+    assert torch.allclose(fed.predict(t=fed.t.double()), before, atol=1e-5)  # DDPM's scale
     assert torch.equal(fed.predict(), before)
     assert not torch.allclose(fed.predict(t=fed.t * 0.5), before)
     for changed in _changed(fed.batch):
@@ -149,7 +149,7 @@ def test_the_prediction_has_the_shape_of_the_latents_and_follows_every_condition
 
 
 def _changed(batch: Batch) -> list[Batch]:
-    """The batch with one of its conditions changed, once for each."""
+    """The batch with one of its conditions changed, for each condition."""
     fields = {"latents": batch.latents, "text_embeds": batch.text_embeds, "seeds": batch.seeds}
     changed = []
     if batch.text_embeds is not None:
@@ -163,12 +163,12 @@ def _changed(batch: Batch) -> list[Batch]:
 
 
 def test_nothing_is_written_into_views_of_units(fed: Fed) -> None:
-    """What FSDP2 warns of: it would lose the hook that gathers a unit's weights for the backward pass."""
+    """FSDP2 warns of it: it would lose the hook that gathers a unit's weights for the backward pass."""
     assert not written_views(fed.family, fed.model, fed.predict)
 
 
 def test_fp8_is_of_layers_that_tokens_go_through(fed: Fed) -> None:
-    """Layers that see a row a sample, such as those of modulation, stay as they are."""
+    """Layers with a row a sample, such as those of modulation, stay as they are."""
     rows = rows_of_linears(fed.family, fed.model, fed.predict)
     assert {name for name in rows if of_tokens(name)} == {name for name in rows if rows[name] != {MICRO_BATCH_SIZE}}
 
@@ -201,7 +201,7 @@ def test_padding_says_nothing_where_the_family_masks_it(class_name: str) -> None
 
 
 def test_a_mask_hides_states_of_a_further_text() -> None:
-    """Of HunyuanDiT, but not from what pools all states of the text itself."""
+    """In HunyuanDiT, but not from the layer that pools all states of its main text."""
     fed = Fed("HunyuanDiT2DModel")
     own, extras = fed.batch.text_embeds, dict(fed.batch.extras)
     assert own is not None
@@ -220,7 +220,7 @@ def test_a_mask_hides_states_of_a_further_text() -> None:
 
 @pytest.mark.parametrize("class_name", TINY)
 def test_every_new_weight_is_written_to(class_name: str) -> None:
-    torch.use_deterministic_algorithms(True)  # what torch.empty returns is NaN then
+    torch.use_deterministic_algorithms(True)  # torch.empty then returns NaN
     try:
         model = models.build(spec_of(class_name), device="cpu", dtype=torch.bfloat16, seed=0)
     finally:
@@ -290,7 +290,7 @@ def test_tokens_are_counted_as_the_model_makes_them(class_name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("class_name", "scale"),  # what the family's pipeline makes of 1
+    ("class_name", "scale"),  # as the family's pipeline scales 1
     [("FluxTransformer2DModel", 1.0), ("Flux2Transformer2DModel", 1.0), ("SanaTransformer2DModel", 0.1)],
 )
 def test_a_distilled_model_is_trained_at_a_guidance_of_one(class_name: str, scale: float) -> None:

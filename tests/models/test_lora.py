@@ -1,4 +1,4 @@
-"""Adapters over a frozen base: what is trained, what is quantised, and how it is kept and read by diffusers."""
+"""Adapters over a frozen base: what is trained and quantised, how it is saved, and how diffusers reads it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def unpacked(layer):
 
 @pytest.mark.parametrize("base", ["bf16", "int8", "fp8", "nf4"])
 def test_magnitudes_learn_next_to_the_adapters_and_start_as_the_base(base):
-    """A magnitude for each row of an adapted weight; with adapters of zero the prediction is the base's."""
+    """A magnitude for each row of an adapted weight. With adapters of zero the prediction is the base's."""
     plain, dora = (
         Strategy(lora=LoraSpec(rank=4, base=base, dora=dora), optimizer=OptimizerSpec(lr=1e-2))
         for dora in (False, True)
@@ -69,7 +69,7 @@ def test_magnitudes_learn_next_to_the_adapters_and_start_as_the_base(base):
         family, model = equipped(strategy)
         engine = engines.create(strategy, model, family, device=CPU, world=World())
         predictions.append(family.predict(engine.model, batch.latents.bfloat16(), torch.tensor([0.2, 0.7]), batch))
-    torch.testing.assert_close(*predictions, rtol=0.02, atol=0.02)  # of norms that are rounded to bf16
+    torch.testing.assert_close(*predictions, rtol=0.02, atol=0.02)  # for norms that are rounded to bf16
     before = {
         name: weight.clone() for name, weight in full_weights(engine).items() if ".lora_magnitude_vector." in name
     }
@@ -87,7 +87,8 @@ def test_magnitudes_learn_next_to_the_adapters_and_start_as_the_base(base):
 @pytest.mark.parametrize("recomputed", [0, "all"])
 @pytest.mark.parametrize("base", ["int8", "fp8", "nf4"])
 def test_a_quantised_base_has_nearly_the_same_predictions_and_gradients(base, recomputed):
-    """int8 has at most 1/254 of the largest of a row as its error, fp8 1/16 of each weight, nf4 1/7 of 64's largest."""
+    """The error of int8 is at most 1/254 of a row's largest weight, that of fp8 1/16 of each weight, that of nf4 1/7
+    of the largest of 64."""
     most = {"int8": 0.02, "fp8": 0.05, "nf4": 0.15}[base]
     predictions, gradients = [], []
     for kept in ("bf16", base):
@@ -104,7 +105,7 @@ def test_a_quantised_base_has_nearly_the_same_predictions_and_gradients(base, re
 
 
 def test_adapters_start_from_the_seed_alone():
-    """Every process draws the same, whatever it drew before, and the first prediction is the base's."""
+    """Every process draws the same, whatever it drew before. The first prediction is the base's."""
     strategy = Strategy(lora=LoraSpec())
     (_, one), (_, same), (_, other) = equipped(strategy, seed=3), equipped(strategy, seed=3), equipped(strategy, seed=4)
     for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
@@ -115,7 +116,7 @@ def test_adapters_start_from_the_seed_alone():
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_pissa_trains_the_largest_part_of_each_weight_and_begins_as_the_model(rslora):
-    """As peft's own does, whose singular vectors are exact."""
+    """As peft's own does, with exact singular vectors."""
     lora = {"rank": 4, "alpha": 2, "rslora": rslora}
     (family, model), (_, plain), (_, own) = (
         equipped(Strategy(lora=LoraSpec(**lora, pissa=pissa), precision="bf16")) for pissa in (True, False, False)
@@ -191,7 +192,7 @@ def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, featu
     if "kind=" in kind:
         adapted = PeftModel.from_pretrained(adapted, adapters).base_model.model
     else:
-        adapted.load_lora_adapter(load_file(adapters / ADAPTERS))  # without metadata: alpha / rank is in the weights
+        adapted.load_lora_adapter(load_file(adapters / ADAPTERS))  # without metadata: the weights contain alpha / rank
     shape, dim = (plain.config.in_channels, 8, 8), plain.config.caption_channels
     inputs = {
         "hidden_states": torch.randn(1, *shape),
@@ -208,7 +209,7 @@ def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, featu
 
 @pytest.mark.slow
 def test_other_adapters_start_from_these_elsewhere(tmp_path, features, trained, capsys):
-    """Whatever changes, the error says what works; adapters alone are no weights to start from."""
+    """The error says what works instead. Adapters alone are no weights to start from."""
     base = trained / "exports/step-00000008/transformer"
     settings = ("strategy.lora={rank: 4, alpha: 8}", f"model.init_from={base}", "train.checkpoint_every=2")
     found = run_to(2, tmp_path / "run", features, *settings)
@@ -236,7 +237,7 @@ def test_other_adapters_start_from_these_elsewhere(tmp_path, features, trained, 
     assert "note: model.lora_from: 16 layers start from it" in capsys.readouterr().err
     for source in (found.folder, export):
         named = f"set model.init_from to the weights they are for.* and model.lora_from to {source}$"
-        with pytest.raises(UserError, match=f"^model.init_from: {source} holds LoRA adapters alone; {named}"):
+        with pytest.raises(UserError, match=f"^model.init_from: {source} holds only LoRA adapters; {named}"):
             run_to(2, tmp_path / "other", features, *settings, f"model.init_from={source}")
     lacks = f"model.lora_from: {found.folder}: it adapts .*, and strategy.lora.targets leaves that out"
     with pytest.raises(UserError, match=lacks):
@@ -255,7 +256,7 @@ def test_other_adapters_start_from_these_elsewhere(tmp_path, features, trained, 
 
 
 def as_kept(folder, kind):
-    """diffusers' model with weights as the run keeps its base: rounded, and packed and unpacked."""
+    """diffusers' model with the run's base weights: rounded, or packed and unpacked."""
     model = diffusers.SanaTransformer2DModel.from_pretrained(folder).bfloat16().float()
     packed = next((each.partition("=")[2] for each in kind.split() if each.startswith("base=")), None)
     for linear in (each for each in model.transformer_blocks.modules() if isinstance(each, torch.nn.Linear)):
@@ -268,7 +269,7 @@ def as_kept(folder, kind):
     return model
 
 
-# Two processes: each engine trains the adapters alone, and both agree with one process to bf16's rounding.
+# Two processes: each engine trains the adapters alone, and equals one process up to bf16's rounding.
 _SHARDED = """
 import json, sys
 import torch, torch.distributed as dist
@@ -340,7 +341,7 @@ def test_sharded_engines_train_the_same_adapters(tmp_path):
     [
         ("SanaTransformer2DModel", "SanaPipeline", "SanaPipeline's load_lora_weights"),
         ("HunyuanVideo15Transformer3DModel", "HunyuanVideo15Pipeline", "HunyuanVideo15Transformer3DModel's load_"),
-        ("PRXTransformer2DModel", "PRXPipeline", None),  # whose load_lora_weights is of a U-Net
+        ("PRXTransformer2DModel", "PRXPipeline", None),  # its load_lora_weights is for a U-Net
         ("PaperDiT", None, None),
     ],
 )

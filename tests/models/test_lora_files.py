@@ -1,4 +1,4 @@
-"""LoRA weights to start from, in every layout: what the model computes with them is what their file says."""
+"""LoRA weights to start from, in every layout: the model computes what the file holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = [name for name in TINY if spec_of(name).class_name in comfyui.KNOWN and 
 
 
 def started(spec: ModelSpec, lora: LoraSpec, tensors, config=None):
-    """A model whose adapters start from a file, and what was logged."""
+    """A model whose adapters start from a file, and the log."""
     model = models.build(spec, device="cpu", dtype=torch.float32, seed=0)
     apply_lora(model, models.family(spec.class_name), lora, seed=1)
     notices = models.start_adapters(model, lora, models.read_adapters(spec, tensors, config or {}))
@@ -34,7 +34,7 @@ def change(model: nn.Module, lora: LoraSpec, layer: str) -> torch.Tensor:
 
 
 def wanted(weights, layer):
-    """The same, of adapters by peft's names."""
+    """The same for adapters with peft's names."""
     return (
         weights[f"{layer}.lora_B.default.weight"] @ weights[f"{layer}.lora_A.default.weight"] * SPEC.alpha / SPEC.rank
     )
@@ -51,7 +51,7 @@ def lora_of(weights, **more):
 @pytest.mark.parametrize("kind", ["diffusers", "comfyui"])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_starts_a_run_as_it_ended(tmp_path, name, kind):
-    """With another alpha; layers that ComfyUI joins have a higher rank there."""
+    """With another alpha. Layers that ComfyUI joins have a higher rank there."""
     torch.manual_seed(0)
     spec = spec_of(name)
     weights = trained(models.outline(spec), spec.class_name, dora=False)
@@ -69,7 +69,7 @@ def of_kohya(layer, up, down, alpha):
 
 
 def test_kohyas_names_and_alpha_are_read():
-    """Of FLUX.1 they are ComfyUI's layers; diffusers knows which of its own these are."""
+    """For FLUX.1 they are ComfyUI's layers, which diffusers maps to its own."""
     torch.manual_seed(0)
     up, down = torch.randn(48, 4), torch.randn(4, 16)
     lora = LoraSpec(rank=4, alpha=4.0)
@@ -97,7 +97,7 @@ def test_another_rank_is_exact_or_the_nearest(rank, exact):
     lost = lengths[rank:].norm() / lengths.norm()
     said = f"model.lora_from: rank 3 became {rank} by SVD; {lost:.1%} of its length is lost"
     assert (said in notices) != exact
-    assert all(model.get_parameter(f"{layer}.lora_A.default.weight").norm(dim=1) > 0)  # each of them can learn
+    assert all(model.get_parameter(f"{layer}.lora_A.default.weight").norm(dim=1) > 0)  # all of them can learn
 
 
 def test_pefts_configuration_scales():

@@ -1,4 +1,4 @@
-"""The paper's DiT: its size, its names, and what it computes."""
+"""The paper's DiT: its size, its names, and its output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PUBLISHED = {
 
 
 def drawn(seed: int = 0) -> PaperDiT:
-    """A tiny model whose parameters are all drawn, those that begin as zero too; the positions stay."""
+    """A tiny model with random parameters, also where they begin as zeros. Positions stay."""
     made = models.build(TINY, device="cpu", dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     for param in made.parameters():
@@ -63,7 +63,7 @@ def test_the_names_are_published_and_the_first_prediction_is_zero() -> None:
 
 
 def test_it_computes_what_diffusers_computes() -> None:
-    """diffusers' DiT has an embedder a block; with the same weights in each, and the paper's frequencies, it agrees."""
+    """diffusers' DiT has an embedder a block. With the same weights in each, and the paper's frequencies, it agrees."""
     ours = drawn()
     theirs = DiTTransformer2DModel(
         num_attention_heads=2,
@@ -95,7 +95,7 @@ def test_it_computes_what_diffusers_computes() -> None:
     for i in (0, 1):
         table = f"transformer_blocks.{i}.norm1.emb.class_embedder.embedding_table.weight"
         mapped[table] = weights["y_embedder.embedding_table.weight"]
-        theirs.transformer_blocks[i].norm1.emb.time_proj.downscale_freq_shift = 0  # as the paper divides, by 128
+        theirs.transformer_blocks[i].norm1.emb.time_proj.downscale_freq_shift = 0  # the paper divides by 128
     theirs.load_state_dict(mapped)
     latents, t, labels = torch.randn(2, 4, 8, 8), torch.tensor([3.0, 700.0]), torch.tensor([4, 10])
     expected = theirs(latents, timestep=t, class_labels=labels, return_dict=False)[0]

@@ -1,4 +1,4 @@
-"""Pieces of one tensor that a block returns: their gradients are joined, and no number changes."""
+"""Pieces of a tensor that a block returns: their gradients are joined, and no number changes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FLUX = ModelSpec(
 
 
 def gradients(family, model):
-    """Of every parameter, and how often each operator ran."""
+    """The gradient of every parameter, and how often each operator ran."""
     draw = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():  # zeros of the initialisation would hide what reaches what
+    for parameter in model.parameters():  # initial zeros would hide what depends on what
         parameter.data.normal_(std=0.2, generator=draw)
     latents, text = torch.randn(2, 4, 8, 8, generator=draw), torch.randn(2, 6, 12, generator=draw)
     pooled = {"pooled_text": torch.randn(2, 10, generator=draw)}
@@ -50,7 +50,7 @@ def as_slices():
     ids=str,
 )
 def test_flux_learns_the_same_to_the_bit_and_no_gradient_is_put_into_zeros(printed, as_slices):
-    """Three single-stream blocks cut what they return in two; of the last one's the text is used by nobody."""
+    """Three single-stream blocks split what they return. Nothing uses the last one's text."""
     expected, slices = as_slices
     found, joined = gradients(*equipped(Strategy(precision="fp32", **printed), FLUX))
     assert found.keys() == expected.keys()
@@ -59,7 +59,7 @@ def test_flux_learns_the_same_to_the_bit_and_no_gradient_is_put_into_zeros(print
 
 
 def returned(cut):
-    """What a block returns that cuts twice its input by `cut`, and the twice itself."""
+    """What a block returns that splits twice its input by `cut`, and twice its input."""
     made = []
 
     class Cuts(nn.Module):

@@ -1,4 +1,4 @@
-"""The same weights at another resolution, as a later stage has it: where each family's positions come from."""
+"""The same weights at another resolution, as in a later stage: where each family's positions come from."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def positions(name, kwargs, side):
 
 @pytest.mark.parametrize("sample_size", [16, 128])
 def test_pixart_interpolates_its_positions_to_any_size(sample_size):
-    """Twice as many patches a side lie half as far from each other, in Σ's model of 1024 pixels too (128 latents)."""
+    """Twice as many patches a side have half the distance, also in Σ's model for 1024 pixels (128 latents)."""
     low, high = (positions("PixArtTransformer2DModel", PIXART | {"sample_size": sample_size}, side) for side in (8, 16))
     assert torch.equal(high[::2, ::2], low)
     assert not torch.equal(high[:8, :8], low)
@@ -39,6 +39,6 @@ def test_sd3_cuts_its_positions_from_the_middle_of_a_larger_grid():
 
 
 def test_sana_has_no_positions_of_its_own():
-    """Its feed-forward layers' convolutions tell where a patch lies: any size goes."""
+    """The convolutions of its feed-forward layers see where a patch lies, so that any size works."""
     spec = ModelSpec(name="tiny", class_name="SanaTransformer2DModel", kwargs={})
     assert dict(arguments(models.outline(spec)))["interpolation_scale"] is None

@@ -1,4 +1,4 @@
-"""Weights in one file or in a variant: the model has them, or the error says what the file is."""
+"""Weights in one file, or in a variant: the model gets them, or the error says what the file is."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def loaded(source, spec=WAN, dtype=torch.float32):
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusers"])
 def test_names_of_the_project_of_comfyui_and_of_diffusers(tmp_path, wan, prefix):
-    """A file may hold a VAE too."""
+    """A file may hold a VAE, too."""
     named = {name if prefix == "diffusers" else prefix + original(name): tensor for name, tensor in wan.items()}
     more = {"vae.decoder.conv1.weight": torch.ones(1)} if prefix.endswith(".") else {}
     save_file(named | more, tmp_path / "wan.safetensors")

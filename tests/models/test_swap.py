@@ -69,9 +69,9 @@ def started(strategy, spec=DEEP_FLUX):
 
 
 def trained(strategy):
-    """Losses of two steps with an image drawn between them, the image, adapters, and all weights as they lie."""
+    """Losses of two steps with an image sampled between them, the image, the adapters, and all weights as stored."""
     family, engine = started(strategy)
-    torch.manual_seed(0)  # of stochastic rounding
+    torch.manual_seed(0)  # for stochastic rounding
     batches = [batch(seed) for seed in range(1 if strategy.optimizer_in_backward else 2)]
     losses = [train_step(engine, family, FlowMatchingSpec(), batches, lr=1e-2).loss.item()]
     with engine.evaluating():
@@ -92,14 +92,14 @@ def check_same(one, other):
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_swapped_blocks_change_no_number(policy):
-    """A CPU copies at once, as early as a device may: over weights that are still wanted, if there were any."""
+    """A CPU copies at once, as early as a device may. It would overwrite weights that are still needed."""
     plain = trained(lora(**policy))
     for count in (3, BLOCKS - 1):
         check_same(trained(lora(count, **policy)), plain)
 
 
 class Late(TorchDispatchMode):
-    """A device on whose streams copies come as late as they may: when what computes waits for them."""
+    """A device whose streams copy as late as they may: when the computing stream waits for them."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ def test_nothing_is_computed_before_its_weights_have_come(monkeypatch):
 
 
 def test_two_blocks_at_most_are_on_the_device_and_the_next_one_comes_ahead(monkeypatch):
-    """Each block's weights come once on each way, and in the backward pass those that are still there do not."""
+    """A block's weights are copied once for each pass. The backward pass does not copy those that are still there."""
     brought = []
     bring = swap.Swap._bring
 
@@ -159,7 +159,7 @@ def test_weights_are_back_where_a_block_fails():
 
 
 def test_what_is_called_from_outside_of_its_block_stays():
-    """DiT asks the first block for the time's embedding when all blocks have run."""
+    """DiT asks the first block for the time's embedding after all blocks have run."""
     gradients = []
     for count in (0, 3):
         family, engine = started(lora(count), DIT)
@@ -177,7 +177,7 @@ def test_what_is_called_from_outside_of_its_block_stays():
 
 @pytest.mark.parametrize("megabytes", [[648] * 4, [270] * 9, [72, 108, 108, 9] * 3, [1500, 3, 1500], [1]], ids=str)
 def test_no_other_cut_locks_less(megabytes):
-    """Of all into runs of consecutive weights that are no longer than allowed, or of one weight."""
+    """Of all partitions into runs of consecutive weights within the limit, or of one weight."""
     weights = [SimpleNamespace(nbytes=size << 20) for size in megabytes]
     found = swap._runs(weights)
     assert [weight for run in found for weight in run] == weights
@@ -248,8 +248,8 @@ def test_a_host_that_has_no_room_for_the_weights_is_a_line():
     line, *more = [each for each in done.stderr.splitlines() if each]
     assert not more, done.stderr
     assert re.match(
-        r"error: strategy\.blocks_to_swap: 0\.19 GiB of weights wait in page-locked CPU memory, which ran out: "
-        r"(64\.00 MiB|0\.12 GiB) were asked for, ",  # two blocks, or the third where a freed arena held the two
+        r"error: strategy\.blocks_to_swap: 0\.19 GiB of weights need page-locked CPU memory, which ran out: "
+        r"(64\.00 MiB|0\.12 GiB) were requested, ",  # two blocks, or the third where a freed arena held the two
         line,
     )
     assert line.endswith("; swap fewer blocks, or raise what limits this process (ulimit -l and -v, its container)")
@@ -267,7 +267,7 @@ RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS.values(), ids=RUNS)
 def test_a_run_with_swapped_blocks_is_the_same_run(tmp_path, features, kind):
-    """With validation images, validation losses, exports of average and weights; and it resumes from a checkpoint."""
+    """With validation images, validation losses, exports of EMA and weights; and it resumes from a checkpoint."""
     deep = "model.kwargs.num_layers=4"
     spec = model_spec(load_run(DIGITS, [*TINY, *SINGLE, deep]).model)
     models.build(spec, device="cpu", dtype=torch.float32, seed=0).save_pretrained(tmp_path / "base")
@@ -331,7 +331,7 @@ print(json.dumps(found))
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["bf16", "int8"])
 def test_a_gpu_computes_the_same_with_weights_that_wait_in_pinned_memory(base):
-    """An emulated one, which computes small tensors, as this model's are: before and after a backward pass."""
+    """On an emulated GPU, which computes small tensors such as this model's: before and after a backward pass."""
     plain, swapped = answers("a40", ON_GPU, HELPERS=HELPERS, SPEC=DEEP_FLUX.model_dump_json(), BASE=base)
     first, second = (torch.tensor(each) for each in plain["predictions"])
     assert (first - second).abs().max() > 0.1

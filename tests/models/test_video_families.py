@@ -1,4 +1,4 @@
-"""Families of video and of large image models: each one steps on an emulated GPU, as a tiny sibling."""
+"""Families of video and of large image models: a tiny model of each steps on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from bigdit.strategy import BatchShape, ModelSpec, SegmentSpec, Strategy
 CPU = torch.device("cpu")
 MICRO_BATCH_SIZE = 2
 
-# By name: class_name and kwargs of the smallest sibling that has every part of the real one, latents and text.
-# HiDream sends each token to both of its experts, so that the shares of its real router are equal, too; its wide
-# latents are padded to the largest square.
+# By name: class_name and kwargs of the smallest model that has every part of the real one, latents and text. HiDream
+# sends each token to both experts, so that its real router's shares are equal, too. Its wide latents are padded to the
+# largest square.
 TINY = json.loads((Path(__file__).parent / "tiny_video.json").read_text())
 
 HALF_READ = ("qwen-image", "hunyuan-video-1.5")
-"""The text's half of their last block goes nowhere."""
+"""Nothing uses the text half of their last block."""
 
 
 def _spec(name: str) -> ModelSpec:
@@ -50,14 +50,14 @@ def _strategy(checkpointed: int | str, segments: SegmentSpec | None = None) -> S
 
 @pytest.mark.slow
 def test_the_recorded_step_of_each_takes_what_a_bare_one_takes(tmp_path: Path) -> None:
-    """One block recomputed, and the others not."""
+    """With one block recomputed, and the others not."""
     requests = {name: StepRequest(model=_spec(name), batch=_shape(name), strategy=_strategy(1)) for name in TINY}
     recorded_as_attempted(requests, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_predictions_gradients_and_checkpointing(name: str) -> None:
-    """The latents' shape, a gradient for each parameter that has one, and the same loss when it is recomputed."""
+    """The latents' shape, a gradient for each parameter that has one, and the same loss with recomputation."""
     plain = _trained(name, _strategy(0))
     for recomputed in (_trained(name, _strategy("all", segments)) for segments in (None, SegmentSpec(blocks=2))):
         assert torch.equal(plain[0], recomputed[0])
@@ -65,7 +65,7 @@ def test_predictions_gradients_and_checkpointing(name: str) -> None:
         for parameter, grad in plain[1].items():
             assert torch.equal(grad, recomputed[1][parameter]), parameter
     silent = {parameter for parameter, _ in _model(name)[1].named_parameters()} - plain[1].keys()
-    # The text's half of a joint block goes nowhere after the last one.
+    # Nothing uses the text half of the last joint block.
     assert all(parameter.startswith("transformer_blocks.1.") for parameter in silent)
     assert len(silent) == (6 if name in HALF_READ else 0)
 
@@ -78,7 +78,7 @@ def test_compiled_blocks_have_no_gradient_either_where_the_loss_does_not_reach()
 
 @pytest.mark.parametrize("name", TINY)
 def test_nothing_is_written_into_views_of_units(name: str) -> None:
-    """What FSDP2 warns of: it would lose the hook that gathers a unit's weights for the backward pass."""
+    """FSDP2 warns of it: it would lose the hook that gathers a unit's weights for the backward pass."""
     family, tiny = _model(name)
     latents, t, conditions = _inputs(name, family, tiny)
     assert not written_views(family, tiny, lambda: family.predict(tiny, latents, t, conditions))
@@ -86,7 +86,7 @@ def test_nothing_is_written_into_views_of_units(name: str) -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_fp8_is_of_layers_that_tokens_go_through(name: str) -> None:
-    """Layers that see a row a sample, such as those of modulation, stay as they are."""
+    """Layers with a row a sample, such as those of modulation, stay as they are."""
     family, tiny = _model(name, 0)
     latents, t, conditions = _inputs(name, family, tiny)
     rows = rows_of_linears(family, tiny, lambda: family.predict(tiny, latents, t, conditions))
@@ -97,7 +97,7 @@ def test_fp8_is_of_layers_that_tokens_go_through(name: str) -> None:
 def test_the_catalogue_says_whether_short_captions_are_less_work(name: str) -> None:
     family, tiny = _model(name)
     latents, t, fed = _inputs(name, family, tiny)
-    if name == "z-image":  # whose texts grow to a multiple of 32 tokens
+    if name == "z-image":  # their texts are padded to a multiple of 32 tokens
         longer = [torch.cat([each] * 8, dim=1) for each in (fed.text_embeds, fed.text_mask)]
         fed = replace(fed, text_embeds=longer[0], text_mask=longer[1])
     mask = fed.text_mask.clone()

@@ -1,4 +1,4 @@
-"""Families of video as their diffusers pipelines drive them: the same videos from the same noise, text and steps."""
+"""Video families as their diffusers pipelines drive them: the same videos from the same noise, text and steps."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from bigdit.train.step import loss_mask
 
 TINY = json.loads((Path(__file__).parent / "tiny_video.json").read_text())
 STEPS = 2
-SHOWN = 3  # tokens of a caption, of those that it is padded to
+SHOWN = 3  # tokens of a caption, and of the padded one
 
 
 def drawn(*shape):
@@ -71,16 +71,16 @@ def kandinsky_5(model, noise, text, mask):
 
 
 def as_asked(noise):
-    """What all pipelines are told: these latents, so many steps, no guidance, and latents back."""
+    """Arguments of all pipelines: these latents, so many steps, no guidance, and latents as output."""
     return {"latents": noise, "num_inference_steps": STEPS, "guidance_scale": 1.0, "output_type": "latent"}
 
 
-# By name in tiny_video.json: the pipeline's own latents, its times from noise, 1, to video, 0, and further inputs.
+# By name in tiny_video.json: the pipeline's latents, its times from noise, 1, to video, 0, and further inputs.
 PIPELINES = {"hunyuan-video-1.5": hunyuan_video_15, "kandinsky-5": kandinsky_5, "mochi": mochi}
 
 
 def made(name):
-    """The family and a small model of it, whose weights are all drawn: those that begin as zeros, too."""
+    """The family and a small model of it with random weights, also where they begin as zeros."""
     spec = ModelSpec(name=name, class_name=TINY[name]["class_name"], kwargs=TINY[name]["kwargs"])
     model = models.build(spec, device="cpu", dtype=torch.float32, seed=0).eval()
     for parameter in model.parameters():
@@ -105,7 +105,7 @@ def test_the_pipeline_draws_what_the_predicted_velocities_lead_to(name):
 
 @pytest.mark.parametrize("name", [*PIPELINES, "cogview4"])
 def test_padding_and_the_other_captions_of_a_batch_change_nothing(name):
-    """Captions of 2 and of 5 tokens together are each alone."""
+    """Captions of 2 and of 5 tokens together give the results of each alone."""
     tiny, (family, model) = TINY[name], made(name)
     latents, text, t = drawn(2, *tiny["latents"]), drawn(2, *tiny["text"]), torch.tensor([0.2, 0.9])
     lengths = (2, text.shape[1])
@@ -128,7 +128,7 @@ def test_padding_and_the_other_captions_of_a_batch_change_nothing(name):
 
 @pytest.mark.parametrize("name", ["ltx", "wan-t2v"])
 def test_nothing_is_learned_of_a_first_frame_that_is_given(name):
-    """Its velocity is that which leads to it, and the loss is the mean over the other frames."""
+    """Its predicted velocity leads to it exactly. The loss is the mean over the other frames."""
     tiny, (family, model) = TINY[name], made(name)
     latents, text = drawn(2, *tiny["latents"]), drawn(2, *tiny["text"])
     begun = {"image_condition": torch.cat([latents[:, :, :1], torch.zeros_like(latents[:, :, 1:])], dim=2)}

@@ -1,4 +1,4 @@
-"""What is held against torch's warning of views under FSDP2 tells who writes into one."""
+"""The check for torch's warning about views under FSDP2 finds who writes into one."""
 
 import types
 
@@ -8,7 +8,7 @@ from views import written_views
 
 
 class Written(nn.Module):
-    """Its part returns a view, which it adds to, in place or not."""
+    """Its part returns a view, and it adds to that, in place or not."""
 
     def __init__(self, in_place):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights of diffusers folders: the file's own values in whatever dtype trains, and no more memory than that takes."""
+"""Weights of diffusers' folders: the file's values in the training dtype, without further memory."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from bigdit.memory import ledger
 from bigdit.record.recorder import Recorder
 from bigdit.strategy import ModelSpec
 
-# Its table of positions is a buffer that is saved, and its buffers are computed when it is made.
+# Its table of positions is a saved buffer. Its other buffers are computed when it is made.
 SPEC = ModelSpec(
     name="tiny",
     class_name="SD3Transformer2DModel",
@@ -33,7 +33,7 @@ SPEC = ModelSpec(
 )
 FILE = "diffusion_pytorch_model.safetensors"
 BUFFERS = 8 * 8 * 16 * 4
-"""Bytes of the table of positions as it is computed, in fp32."""
+"""Bytes of the computed table of positions, in fp32."""
 
 
 def saved(folder, dtype=torch.float32, **how):
@@ -62,7 +62,7 @@ def test_every_tensor_is_the_files_in_the_dtype_that_trains(tmp_path, shards, dt
 
 
 def test_what_is_in_the_dtype_stays_mapped(tmp_path):
-    """It takes no memory of its own, and what is written to it does not come to the file."""
+    """It takes no memory of its own, and writes to it do not reach the file."""
     tensors = saved(tmp_path, torch.bfloat16)
     with Recorder() as recorder, recorder.phase("init"):
         model = models.load(SPEC, tmp_path, dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ from bigdit.checkpoint import load_model
 from bigdit.checkpoint.single_file import write_single_file
 from bigdit.models.whole import LAYOUTS
 
-# One of each class. The converters know widths and numbers of blocks, so models have their own, with few columns.
+# One of each class. The converters know widths and numbers of blocks, so models keep theirs, with few columns.
 NAMES = (
     *("auraflow-v0.1", "chroma1-hd", "flux.1-dev", "flux.2-klein-4b", "hidream-i1", "hunyuanvideo-t2v", "krea2"),
     *("kandinsky-5-t2v-lite", "ltx-video-0.9", "lumina-image-2.0", "mochi-1-preview", "pixart-sigma-xl-2-1024"),
@@ -60,7 +60,8 @@ def test_pixart_has_the_rows_of_its_project():
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "fp8_scaled"])
 def test_files_are_read_again(tmp_path, kind, monkeypatch):
-    """In groups of a few tensors; in bf16 to the bit, in fp8 to its error, with linear layers of blocks alone in it."""
+    """By groups of a few tensors; in bf16 to the bit, in fp8 up to its error, with only linear layers of blocks in
+    fp8."""
     monkeypatch.setitem(write_single_file.__globals__, "_AT_ONCE", 1000)
     spec, file = spec_of("wan-t2v"), tmp_path / "wan.safetensors"
     state = models.build(spec, device="cpu", dtype=torch.float32, seed=0).state_dict()

@@ -1,4 +1,4 @@
-"""Attempts and recorded runs: the same bytes and the same work in any order, and what they say of a step."""
+"""Attempts and recorded runs: the same bytes and work in any order, and what they say of a step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def first(gpus: EmulatedGpus) -> dict[str, Attempt]:
 def test_every_attempt_finds_the_gpu_and_its_host_as_the_first_one_did(
     gpus: EmulatedGpus, first: dict[str, Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the reverse order, with work counted: neither changes a byte."""
+    """In reverse order, and with work counted: neither changes a byte."""
     monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / "empty")))
     for strategy in reversed(STRATEGIES):
         again = gpus.attempt(request(strategy), counted="step")
@@ -74,14 +74,14 @@ def test_every_attempt_finds_the_gpu_and_its_host_as_the_first_one_did(
 
 @pytest.mark.parametrize("strategy", [each for each in STRATEGIES if waits_once(each)])
 def test_a_step_waits_for_the_gpu_once(first: dict[str, Attempt], strategy: str) -> None:
-    """For whether its gradients are finite. DeepSpeed and copies to CPU memory wait oftener, and Prodigy, whose package
-    reads two numbers of each weight."""
+    """To learn whether its gradients are finite. DeepSpeed and copies to CPU memory wait more often, and so does
+    Prodigy, whose package reads two numbers of each weight."""
     waits = {phase: each.counts.get("host_syncs", 0) for phase, each in first[strategy].launched.items()}
     assert sum(waits.values()) == 1, waits
 
 
 def test_an_ema_on_the_gpu_is_a_few_kernels(first: dict[str, Attempt]) -> None:
-    """Of lists of weights."""
+    """On lists of weights."""
     (found,) = (each for name, each in first.items() if "ema.device=gpu" in name)
     assert found.launched["ema"].launches < 5
 
@@ -104,7 +104,7 @@ def test_a_recorded_run_takes_what_an_attempt_takes_and_every_byte_has_a_categor
         assert all(block.label != "before the first operation" for block in workspace), strategy
         host = host_memory(found.host_timeline)
         assert bare.host.steps_bytes == pytest.approx(host.steps_bytes, abs=4 * MIB), strategy
-        # FSDP2's weights are cast as they move: a copy of one of them, which the recorder does not see.
+        # FSDP2 casts its weights as it copies them: the recorder misses the copy of one of them.
         assert -4 * MIB < bare.host.peak_bytes - host.peak_bytes < 24 * MIB, strategy
 
 
@@ -159,7 +159,7 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not(gpus: EmulatedGp
 
 
 def test_an_int8_base_halves_the_weights_of_a_recomputed_model(gpus: EmulatedGpus) -> None:
-    """Of Flux.1-dev, whose base in bf16 takes 22.2 GiB; the adapters and what is saved stay as they are."""
+    """Flux.1-dev's bf16 base takes 22.2 GiB. Adapters and saved tensors stay as they are."""
     model = catalog.model("flux.1-dev")
     requests = [request(f"single,checkpointed_blocks=all,lora.base={base}", 1, model) for base in ("bf16", "int8")]
     plain, int8 = (gpus.attempt(each, 44 * GIB).peak_allocated_bytes for each in requests)
@@ -176,12 +176,12 @@ def test_an_attempt_tells_what_the_second_step_had_the_gpu_do(gpus: EmulatedGpus
     assert not any(collectives(each) for each in single.values())
     assert single["backward"]["library_calls"] > 1.5 * single["forward"]["library_calls"] > 0
     assert single["step"]["library_calls"] == 0
-    # The host waits for the GPU once a step: whether it is taken.
+    # The CPU waits for the GPU once a step, for whether it is skipped.
     assert {phase: each["host_syncs"] for phase, each in single.items()} == {"forward": 0, "backward": 0, "step": 1}
-    # Three blocks, and the rest as one, which is not gathered again.
+    # Three blocks, and the rest as one unit, which is not gathered again.
     assert collectives(fsdp2["forward"]) == {"all_gathers": 4}
     assert collectives(fsdp2["backward"]) == {"all_gathers": 3, "reduce_scatters": 4}
-    # The process's share of the gradients goes to the host in fp32, and of the weights comes back in bf16.
+    # The process's shard of the gradients is copied to CPU memory in fp32, and that of the weights back in bf16.
     gradients, weights = offload["backward"]["bytes_to_host"], offload["step"]["bytes_to_device"]
     assert gradients == pytest.approx(2 * weights, rel=1e-3)
 
@@ -199,8 +199,8 @@ def collectives(counted: Counter[str]) -> dict[str, int]:
 def test_what_takes_other_memory_without_values_is_run_with_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the second of its kind, and as the first: Lumina's captions are as long as their masks say; Z-Image does not
-    run without values."""
+    """As the second attempt of its kind, and as the first. Lumina's captions are as long as their masks say. Z-Image
+    does not run without values."""
     model = of_blocks(catalog.model(name), 2)
     found = []
     for sizes in ((1, 3), (3,)):
@@ -243,7 +243,7 @@ def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> No
 
 
 def test_attempts_of_any_number_of_processes_follow_each_other(gpus: EmulatedGpus) -> None:
-    """On one GPU; each process has one process group."""
+    """On one GPU. Each process has one process group."""
     asked = [request(f"fsdp2,world_size={ranks}", size) for ranks, size in ((2, 2), (4, 2), (2, 1))]
     two, four, less = (gpus.attempt(each) for each in asked)
     assert two.peak_allocated_bytes > four.peak_allocated_bytes

@@ -1,4 +1,4 @@
-"""What profiled steps hold on the host: what a real stream holds, pinned; and weights that nobody writes."""
+"""CPU memory of profiled steps equals that of a real stream, pinned; and weights that are never written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from bigdit.strategy import BatchShape, Strategy
 
 
 def _held() -> int:
-    """Bytes of the batches that exist, each storage once."""
+    """Bytes of all existing batches, each storage once."""
     gc.collect()
     storages = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
@@ -41,7 +41,7 @@ def _held() -> int:
 
 
 def _settled() -> int:
-    """`_held` when the reading thread is done: two equal ones in a row, a moment apart."""
+    """`_held` once the reading thread has finished: equal twice in a row, a moment apart."""
     last = -1
     while (now := _held()) != last:
         last = now
@@ -51,7 +51,7 @@ def _settled() -> int:
 
 @pytest.fixture
 def no_batch() -> None:
-    """There is none, and `_held` looks through what is made from here on alone: all libraries are a second's work."""
+    """Start without batches, and let `_held` see only later objects: looking through all libraries takes a second."""
     assert _held() == 0
     gc.freeze()
 
@@ -59,7 +59,7 @@ def no_batch() -> None:
 @pytest.mark.usefixtures("no_batch")
 @pytest.mark.parametrize(("ahead", "grad_accum"), [(0, 1), (2, 2), (3, 1)])
 def test_the_real_stream_holds_what_profiled_steps_hold(features: Path, ahead: int, grad_accum: int) -> None:
-    """Bytes of all batches while a step is trained on: the store's thread against zeros of the same buckets."""
+    """Bytes of all batches during a step: the store's thread beside zeros of the same buckets."""
     store = FeatureStore.open(features)
     buckets = sorted(store.buckets)
     strategy = Strategy(micro_batch_size=3, grad_accum_steps=grad_accum, read_ahead_steps=ahead)
@@ -97,7 +97,7 @@ def test_the_real_stream_holds_what_profiled_steps_hold(features: Path, ahead: i
 
 @pytest.mark.slow
 def test_next_to_a_gpu_batches_wait_pinned_on_the_host(gpus: EmulatedGpus) -> None:
-    """The host's timeline holds read_ahead_steps + 1 steps of pinned input."""
+    """The host's timeline has read_ahead_steps + 1 steps of pinned inputs."""
     shape = BatchShape(latents=(4, 8, 8), text=(6, 12))
     strategy = Strategy(micro_batch_size=2, grad_accum_steps=2, read_ahead_steps=3)
     host = gpus.profile(StepRequest(model=SANA, batch=shape, strategy=strategy)).host_timeline
@@ -125,13 +125,13 @@ def test_a_freed_pinned_block_stays_and_serves_its_own_size_again() -> None:
     pinned = [Block(nbytes, "input", "", pinned=True) for nbytes in (5, 7, 9, 8)]
     pageable = Block(100, "input", "")
     timeline = Timeline((*pinned, pageable), (1, -1, 2, 3, -2, 4, 5, -5), (Span("init", 0, 8),))
-    # 8 for the first, reused by the second and, after its end, by the fourth; 16 for the third.
+    # 8 for the first; the second, and after its end the fourth, use them again; 16 for the third.
     assert host_memory(timeline) == HostMemory(peak_bytes=8 + 16 + 100, steps_bytes=8 + 16, page_locked_bytes=8 + 16)
     assert pinned_bytes(0) == 0
 
 
 def test_large_weights_have_no_pages_and_small_ones_are_drawn() -> None:
-    """What lay in the memory of small ones before may be infinite, and no step would be taken."""
+    """Old content of small ones' memory may be infinite, and every step would be skipped."""
     before = nn.init.kaiming_uniform_, nn.Module._apply
     with unwritten_weights():
         layer = nn.Linear(1 << 16, 1 << 16).to(torch.bfloat16)  # 8 GiB that nobody writes

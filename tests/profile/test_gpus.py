@@ -1,4 +1,4 @@
-"""Who asks emulated GPUs: the cache, time limits, deaths, full disks, and what is said where there is no answer."""
+"""Asking emulated GPUs: cache, time limits, deaths, full disks, and the message if there is no answer."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def asked(micro_batch_size: int = 1, **changes: object) -> StepRequest:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where attempts are kept: nothing is there yet."""
+    """An empty cache of attempts."""
     monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / "cache")))
     return tmp_path / "cache" / "attempts"
 
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Has a program of two lines answer in place of the emulated GPU."""
+    """Let a program of two lines answer instead of the emulated GPU."""
 
     def made(script: str) -> None:
         file = tmp_path / "worker"
@@ -137,7 +137,7 @@ with EmulatedGpus(gpu) as emulated:
 
 
 def processes(folder: Path) -> list[int]:
-    """Those whose temporary files are there."""
+    """The processes whose temporary files are there."""
     found = []
     for process in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -208,7 +208,7 @@ def test_a_class_that_refuses_its_arguments_is_one_line(gpus: EmulatedGpus) -> N
 
 
 def test_what_was_refused_is_not_run_again(gpus: EmulatedGpus) -> None:
-    """A compiler that cannot compile a block takes as long each time."""
+    """A compiler that fails on a block takes as long each time."""
     found = gpus.attempts([(asked(strategy=Strategy(checkpointed_blocks=9)), UNLIMITED)] * 2)
     (again,) = gpus.attempts([(asked(strategy=Strategy(checkpointed_blocks=9)), UNLIMITED)])
     assert isinstance(again, UserError)

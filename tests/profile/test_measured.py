@@ -1,4 +1,4 @@
-"""Two steps of all ranks of a strategy, started by torchrun, beside those of the first rank alone."""
+"""Two steps of all ranks of a strategy under torchrun, beside the first rank's alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bigdit.profile.measured import GpuRun
 
 
 def run_all(asked: StepRequest, folder: Path) -> GpuRun:
-    """The first rank's two steps among all, each on an emulated GPU of its own, with NCCL between them."""
+    """The first rank's two steps among all, each on its own emulated GPU, with NCCL between them."""
     ranks, request, result = asked.strategy.world_size, folder / "request.json", folder / "result.json"
     request.write_text(asked.model_dump_json())
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -26,7 +26,7 @@ def run_all(asked: StepRequest, folder: Path) -> GpuRun:
     with shared_state() as state:
         alone = worker_environment(A40)
         environment = alone | emulated_environment(A40, ranks, state) | {"PYTHONPATH": alone["PYTHONPATH"]}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}  # torchrun hands -P on to no rank
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}  # torchrun passes -P to no rank
         command = [str(cuda_python()), "-W", "ignore", *launcher, *worker]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

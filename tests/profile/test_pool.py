@@ -1,4 +1,4 @@
-"""A process whose forks answer: side by side, each for itself, and none of them is left."""
+"""A process whose forks answer side by side, each for itself. None is left behind."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ serve(sys.argv[1:], Service(prepare, lambda line: json.loads(line)["what"][:7], 
 
 
 class Asked(Strict):
-    """What the server of these tests is asked."""
+    """Requests to the server of these tests."""
 
     what: str
 
 
 def forks(pool: Pool) -> list[int | None]:
-    """The process that answers in each slot, None where there is none."""
+    """The process that answers in each slot, None for an empty one."""
     return [slot.fork for slot in pool._slots] or [None] * 2
 
 
@@ -109,7 +109,7 @@ def test_what_questions_have_alike_is_built_once_and_apart_from_others(pool: Poo
     first = [ask(pool, number % 2, kind)[0] for number, kind in enumerate(kinds)]
     assert first == kinds
     assert ask(pool, 0, f"{kinds[-1]} more")[0] == f"{kinds[-1]}, {kinds[-1]} more"
-    assert ask(pool, 0, kinds[0])[0] == kinds[0]  # whose branch had to end
+    assert ask(pool, 0, kinds[0])[0] == kinds[0]  # its branch had to end
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_nothing_is_left_when_it_ends(pool: Pool) -> None:
         with pytest.raises(WorkerError):
             asked.result()
     until(lambda: all(map(gone, processes)))
-    with pytest.raises(WorkerError, match="were ended"):  # and none is restarted, by a thread that asks late
+    with pytest.raises(WorkerError, match="were ended"):  # a thread that asks late restarts none
         ask(pool, 0, "one")
 
 

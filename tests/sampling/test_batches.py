@@ -1,4 +1,4 @@
-"""Batches of images: halved where memory does not do for them, and no larger than guidance needs."""
+"""Batches of images: halved when memory runs out, and no larger than guidance needs."""
 
 import re
 import resource
@@ -29,7 +29,7 @@ def draw(sampler, captions=CAPTIONS, **chosen):
 
 
 def fed(sampler, monkeypatch, most=None, error=None):
-    """How many samples the model is fed at once; of more than `most` it ends with `error`."""
+    """How many samples the model gets at once. It fails with `error` for more than `most`."""
     sizes = []
 
     def before(model, args, kwargs):
@@ -84,7 +84,7 @@ def test_without_guidance_the_model_is_fed_the_captions_alone(sampler, monkeypat
     sizes = fed(sampler, monkeypatch)
     plain = draw(sampler, guidance=1.0)
     assert sizes == [5, 5]
-    # Away from itself no caption leads anywhere.
+    # Guidance of the empty caption away from itself leads nowhere.
     itself = draw(sampler, CAPTIONS[:1], guidance=3.0, negative=CAPTIONS[0])
     assert (itself - plain[:1]).abs().max() <= ROUNDING
     assert (draw(sampler, guidance=3.0)[:1] - plain[:1]).abs().max() > ROUNDING

@@ -1,4 +1,4 @@
-"""Edit models from files to samples: what they are fed of a reference is what their pipeline makes of it."""
+"""Edit models from files to samples: they get of a reference what their pipeline makes of it."""
 
 import csv
 import json
@@ -35,7 +35,7 @@ def colours(seed, side=16):
 
 @pytest.fixture(scope="module")
 def encoded(tmp_path_factory):
-    """The folder of a run over four edits whose features are made, and its pipeline without a transformer."""
+    """The folder of a run over four encoded edits, and its pipeline without a transformer."""
     folder = tmp_path_factory.mktemp("edits")
     torch.manual_seed(0)
     vae = tiny_vaes.kl(shift_factor=0.1, scaling_factor=0.4).eval()
@@ -51,7 +51,7 @@ def encoded(tmp_path_factory):
 
 
 def reference_of(folder, number):
-    """As extraction has it: of the file, in its bucket."""
+    """The file's image in its bucket, as extraction has it."""
     (path,) = (folder / "images").glob(f"{number}.reference.*")
     with Image.open(path) as image:
         return Image.fromarray(bucket_pixels(image.convert("RGB"), [(16, 16)], "rgb")[1].transpose(1, 2, 0))
@@ -61,8 +61,8 @@ def test_batches_have_the_latents_that_the_pipeline_makes_to_the_bit(encoded):
     folder, pipeline = encoded
     store = FeatureStore.open(folder / "features")
     assert store.schema.references == 1
-    reader = BatchReader(store, 4, 1.0, pinned=False)  # captions are dropped, and references are not
-    for _ in range(2):  # in memory that is used again, too
+    reader = BatchReader(store, 4, 1.0, pinned=False)  # captions are dropped, references are not
+    for _ in range(2):  # also in memory that is used again
         batch = reader.read(SHAPE, *torch.tensor([[0, 0, 0, 0], [3, 0, 2, 1]]).numpy(), [1, 2, 3, 4])
         assert set(batch.extras) == {"pooled_text", "reference"}
         for place, number in enumerate([3, 0, 2, 1]):
@@ -104,7 +104,7 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_edits_with_what_was_tr
 
 
 def edit(pipeline, transformer, folder, number, adapters=None):
-    """The latents of the pipeline's call on a reference."""
+    """The latents of the pipeline's call with a reference."""
     whole = tiny_pipelines.pipeline_of(PIPELINE, pipeline.components | {"transformer": transformer})
     whole.set_progress_bar_config(disable=True)
     if adapters is not None:
@@ -133,7 +133,7 @@ def test_the_pipeline_edits_with_exported_adapters_as_training_would(encoded):
     without = edit(pipeline, base, folder, 1)
     trained = edit(pipeline, Sampler(checkpoint, torch.device("cpu")).model().float(), folder, 1)
     loaded = edit(pipeline, base, folder, 1, folder / "lora/exports/step-00000002/transformer")
-    assert (loaded - trained).norm() < 0.02 * (loaded - without).norm()  # adapters that are rounded, too
+    assert (loaded - trained).norm() < 0.02 * (loaded - without).norm()  # its adapters are rounded, too
     assert (loaded - without).abs().max() > 0.01
 
 
@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
             "train",
             ("samples={captions: [a, b]}",),
         ): "samples.images has 0 for 2 of samples.captions, and data.references",
-        ("train", ("strategy.features=online", "data.features=null")): "data.references is 1, which needs a store",
+        ("train", ("strategy.features=online", "data.features=null")): "data.references is 1, which needs a cache",
         ("extract", (f"data.images={tmp_path / 'alone'}", f"data.features={tmp_path / 'none'}")): (
             f"data.references is 1, and {tmp_path / 'alone'} holds no references; put x.reference.png beside x.png"
         ),

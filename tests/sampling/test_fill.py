@@ -1,4 +1,4 @@
-"""Fill models from files to samples: what they are fed of a masked image is what their pipeline makes of it."""
+"""Fill models from files to samples: they get of a masked image what their pipeline makes of it."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_batches_have_what_the_pipeline_makes_of_an_image_and_its_mask(encoded):
     store = FeatureStore.open(folder / "features")
     reader = BatchReader(store, 4, 1.0, pinned=False)
     batch = reader.read(SHAPE, *torch.tensor([[0, 0, 0, 0], [0, 1, 2, 3]]).numpy(), [1, 2, 3, 4])
-    assert set(batch.extras) == {"pooled_text", "fill"}  # no mask of the loss
+    assert set(batch.extras) == {"pooled_text", "fill"}  # no mask for the loss
     drawn = []
     for number, found in enumerate(batch.extras["fill"]):
         mask = torch.pixel_shuffle(found[SHAPE[0] :].float(), 2)[0]
@@ -71,9 +71,9 @@ def test_batches_have_what_the_pipeline_makes_of_an_image_and_its_mask(encoded):
         tokens = fed_by(pipeline, colours(number), asked)
         packed = pipeline._pack_latents(found[None], 1, 8, 8, 8)
         assert torch.equal(packed[..., 16:], tokens[..., 16:].bfloat16())
-        torch.testing.assert_close(packed, tokens.bfloat16())  # a batch rounds otherwise
+        torch.testing.assert_close(packed, tokens.bfloat16())  # a batch rounds differently
     assert all(0 < np.asarray(each).mean() < 255 for each in drawn)
-    assert drawn[2] != drawn[3]  # each its own
+    assert drawn[2] != drawn[3]  # each has its own
 
 
 def test_a_step_takes_what_was_predicted_and_the_pipeline_paints_with_what_was_trained(encoded):
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
         ),
         ("train", f"model={json.dumps(control)}"): "takes no masked images; leave it out",
         ("train", "data.references=1"): "references and fill are both set",
-        ("train", "strategy.features=online", "data.features=null"): "data.fill is true, which needs a store",
+        ("train", "strategy.features=online", "data.features=null"): "data.fill is true, which needs a cache",
         ("train", "samples={captions: [a, b]}"): "samples.images has 0 for 2 of samples.captions, and data.fill needs",
         ("extract", f"model={json.dumps(wide)}", f"data.features={tmp_path / 'none'}"): (
             "encoders.image gives 8 channels of masked images, and"

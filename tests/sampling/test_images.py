@@ -1,4 +1,4 @@
-"""Sampling: an image a caption, the same for the same seed, and errors in one line."""
+"""Sampling: an image for each caption, the same for the same seed, and errors in one line."""
 
 import json
 import os
@@ -107,7 +107,7 @@ def test_errors(trained, tmp_path, arguments, error):
 
 
 def test_what_cannot_be_drawn_is_refused_before_weights_are_loaded(trained):
-    """Of a checkpoint without its weights: its document is all that is read."""
+    """Of a checkpoint without weights: only its document is read."""
     found, _ = latest(trained)
     sampler = Sampler(replace(found, folder=trained / "absent"), torch.device("cpu"))
     for options, line in (

@@ -1,4 +1,4 @@
-"""Videos as files: every pixel and every frame comes back, alone and in a grid."""
+"""Videos as files: every pixel and every frame is kept, alone and in a grid."""
 
 import io
 
@@ -41,7 +41,7 @@ def test_a_small_one_is_a_fraction_of_the_same_with_small_losses():
     video = np.broadcast_to(ramp[None, :, None, None], (3, 1000, 600, 3))
     found = small(video)
     assert found.shape == (3, 334, 200, 3)
-    assert small(found[..., 0]).shape == (3, 334, 200)  # gray, and small already
+    assert small(found[..., 0]).shape == (3, 334, 200)  # gray, and already small
     data = webp(found, 8, lossless=False)
     assert len(data) < len(webp(found, 8)) / 2
     assert np.abs(read(data).astype(int) - found).mean() < 2

@@ -1,4 +1,4 @@
-"""Sampling with the encoders of pipelines: what the transformer is fed is what the pipeline's own would be."""
+"""Sampling with pipelines' encoders: the transformer gets what the pipeline would give it."""
 
 import diffusers
 import pytest
@@ -33,7 +33,7 @@ from bigdit.strategy import ModelSpec, Strategy
 
 
 def guided(pipeline, away, **asked):
-    """What encode_prompt returns of a caption, and of what guidance leads away from."""
+    """encode_prompt's results for a caption, and for the negative prompt."""
     negative = None if away is None else [away]
     more = {"negative_prompt": negative, "do_classifier_free_guidance": True, "device": "cpu"}
     return pipeline.encode_prompt(prompt=[CAPTION], **more, **asked)
@@ -102,8 +102,8 @@ def of_hunyuan_image(pipeline, away):
 
 
 CAPTION = 'a cat on a mat that reads "CAT"'
-# By name: the transformer and its arguments, the pipeline, the VAE, the latents of 16 × 24 pixels; states, mask and
-# what stands beside them of what encode_prompt returns, of the caption and of what guidance leads away from.
+# By name: the transformer and its arguments, the pipeline, the VAE, the latents of 16 × 24 pixels; then states, mask
+# and what else encode_prompt returns, of the caption and of the negative prompt.
 CASES = {
     "bria": ("BriaTransformer2DModel", BRIA, "BriaPipeline", "AutoencoderKL", (4, 8, 12), of_states),
     "cogview3": (
@@ -148,7 +148,7 @@ CASES = {
 
 
 def saved_beside_encoders(folder, class_name, kwargs, pipeline, vae):
-    """A checkpoint of random weights, exported too, beside its encoders; and the parts of its pipeline."""
+    """A checkpoint of random weights and its export, beside its encoders; and the parts of its pipeline."""
     tiny_vaes.VAES[vae][0]().save_pretrained(folder / "vae")
     (folder / "pipeline").mkdir()
     parts = tiny_pipelines.save(folder / "pipeline", pipeline)

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("qwen edits")]
 
 SHAPE = (4, 8, 12)  # of 64 × 96 pixels
 SEEN = (832, 1248)
-"""What both pipelines make of a reference in the ratio of the bucket."""
+"""A reference in the bucket's ratio, as both pipelines make it."""
 CATALOGUE = {"QwenImageEditPipeline": "qwen-image-edit", "QwenImageEditPlusPipeline": "qwen-image-edit-plus"}
 CAPTIONS = ["make it snow", "make it " * 40]
 
@@ -39,7 +39,7 @@ def colours(seed, height, width):
 
 @pytest.fixture(scope="module", params=CATALOGUE)
 def encoded(request, tmp_path_factory):
-    """The folder of a run over two edits whose features are made, and its pipeline without a transformer."""
+    """The folder of a run over two encoded edits, and its pipeline without a transformer."""
     name = request.param
     folder = tmp_path_factory.mktemp(name)
     torch.manual_seed(0)
@@ -56,13 +56,13 @@ def encoded(request, tmp_path_factory):
 
 
 def reference_of(folder, number):
-    """As extraction has it: of the file, in the ratio of its bucket."""
+    """The file's image in its bucket's ratio, as extraction has it."""
     with Image.open(folder / f"images/{number}.reference.png") as image:
         return Image.fromarray(bucket_pixels(image, [SEEN], "rgb")[1].transpose(1, 2, 0))
 
 
 def edit(pipeline, transformer, folder, number, caption, adapters=None, steps=2, references=None):
-    """The latents of the pipeline's call on a reference, or on several, and what its transformer was fed first."""
+    """The latents of the pipeline's call with one or several references, and the first inputs of its transformer."""
     parts = {name: part for name, part in pipeline.components.items() if part is not None}
     whole = tiny_pipelines.pipeline_of(type(pipeline).__name__, parts | {"transformer": transformer})
     whole.set_progress_bar_config(disable=True)
@@ -94,7 +94,7 @@ def test_a_batch_is_what_the_pipeline_feeds_its_transformer(encoded):
         own = SHAPE[1] * SHAPE[2] // 4
         references = pack(batch.extras["reference"][place : place + 1, 0]).float()
         assert torch.allclose(references, tokens[:, own:], rtol=2**-7, atol=1e-4)  # rounded, and made in a batch
-        # The prediction of the pipeline's own inputs, with the padding of a batch.
+        # The prediction from the pipeline's own inputs, with a batch's padding.
         padding = store.max_tokens - texts.shape[1]
         given = type(batch)(
             None,
@@ -151,7 +151,7 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_edits_with_what_was_tr
     trained, _ = edit(pipeline, Sampler(checkpoint, torch.device("cpu")).model().float(), folder, 1, "make it red")
     adapters = folder / "run/exports/step-00000002/transformer"
     loaded, _ = edit(pipeline, base, folder, 1, "make it red", adapters)
-    assert (loaded - trained).norm() < 0.02 * (loaded - without).norm()  # adapters that are rounded, too
+    assert (loaded - trained).norm() < 0.02 * (loaded - without).norm()  # its adapters are rounded, too
     assert (loaded - without).abs().max() > 0.01
 
 

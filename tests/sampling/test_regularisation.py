@@ -1,4 +1,4 @@
-"""Regularisation sets: images of the model that a run starts from, and sources whose loss has a factor."""
+"""Regularisation sets: images by the model that a run starts from, and sources with a factor of the loss."""
 
 import json
 
@@ -21,7 +21,7 @@ def pixels(folder):
 
 @pytest.fixture(scope="module")
 def base(trained):
-    """The overrides of a run that starts from the trained weights."""
+    """Overrides of a run that starts from the trained weights."""
     return (*TINY, *SINGLE, f"model.init_from={trained}/exports/step-00000008/transformer")
 
 
@@ -34,7 +34,7 @@ def test_the_base_of_a_run_makes_a_folder_that_is_a_source(base, trained, tmp_pa
         assert done.returncode == 0, done.stderr
         assert done.stderr.endswith(f"wrote 4 images with captions and samples.json to {tmp_path / name}\n")
         assert [row["seed"] for row in json.loads(done.stdout)["images"]] == [5, 6, 7, 8]
-        assert pixels(tmp_path / name) == pixels(tmp_path / "trained")  # of new adapters nothing is seen
+        assert pixels(tmp_path / name) == pixels(tmp_path / "trained")  # new adapters change nothing visible
 
     assert len({str(each) for each in pixels(tmp_path / "base")}) == 4
     save(tmp_path / "own/a.png", "a photo of sks", gradient(mode="L"))
@@ -49,7 +49,7 @@ def test_the_base_of_a_run_makes_a_folder_that_is_a_source(base, trained, tmp_pa
 
 
 def test_the_loss_of_a_source_has_its_factor(tmp_path):
-    """From a cache as from images; with masks too."""
+    """From a cache and from images, also with masks."""
     for number in range(4):
         save(tmp_path / f"images/{number}.png", f"number {number}", gradient(mode="L").rotate(90 * number))
 

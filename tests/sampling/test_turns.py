@@ -1,4 +1,4 @@
-"""Encoders, model and codec have the device in turn, and draw what they would beside each other."""
+"""Encoders, model and codec take turns on the device, and generate the same as side by side."""
 
 import weakref
 from dataclasses import replace
@@ -22,7 +22,7 @@ OPTIONS = SamplingOptions(8, 8, steps=2, guidance=2.0, seed=3)
 
 
 def computed_in(precision, trained):
-    """The checkpoint as if its run had computed so: masters are fp32 in each."""
+    """The checkpoint as if its run had used this precision: all have fp32 masters."""
     found, _ = checkpoint.latest(trained)
     return replace(found, state=found.state | {"strategy": found.state["strategy"] | {"precision": precision}})
 
@@ -104,7 +104,7 @@ def test_without_room_to_decode_next_to_the_model_they_come_when_all_are_drawn(t
 
     def short(latents):
         printed.append(model() is not None)
-        if model() is not None and len(printed) > 1:  # for the first one there is room
+        if model() is not None and len(printed) > 1:  # the first one has room
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return decode(latents)
 

@@ -1,4 +1,4 @@
-"""What a plan keeps free for what is not known: no GPU that was measured has taken more."""
+"""The margin that a plan keeps free: no measured GPU has needed more."""
 
 import pytest
 from on_gpu.page import measured
@@ -30,4 +30,4 @@ def test_without_a_receipt_experts_that_values_choose_keep_more_free():
     assert Calibration().margin == UNPROVED
     assert Calibration(routed=True).margin == UNPROVED_ROUTED
     (point,) = (point for point in POINTS if point.name in TAKEN and is_routed(point))
-    assert TAKEN[point.name] > SAID[point.name] * (1 + UNPROVED.share)  # why it is a band of its own
+    assert TAKEN[point.name] > SAID[point.name] * (1 + UNPROVED.share)  # why it has its own band

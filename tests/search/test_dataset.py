@@ -1,4 +1,5 @@
-"""What a data set takes on disk and a machine of its memory: against a real store, a real process, and by hand."""
+"""The disk space of a data set and the CPU memory of its extraction, beside a real store, a real process, and
+hand-made figures."""
 
 import sys
 
@@ -28,7 +29,7 @@ def need(name, encoding=(), **options):
 
 
 def test_a_real_store_takes_as_many_bytes(tmp_path):
-    """Two parts of the store that extraction writes, for PixArt-Sigma at 256: all but headers and captions."""
+    """Two parts of extraction's store for PixArt-Sigma at 256, without headers and captions."""
     need_of = need("pixart-sigma-xl-2-256", images=1)
     sizes = []
     for count in (1, 9):
@@ -179,7 +180,7 @@ def test_an_old_gpu_encodes_in_what_it_computes():
 
 
 def test_extraction_takes_the_encoders_alone():
-    """The VAE of DiT: 16 images a pass, between its arithmetic at the GPU's rate and a hundred times that."""
+    """DiT's VAE: 16 images a pass, between its arithmetic at the GPU's rate and a hundred times that."""
     request = resolve_request("dit-s-8", "a100-80g-sxm", images=1_000_000)
     with EmulatedGpus(request.gpu, 1) as emulated:
         encoding = {size: emulated.attempt(each) for size, each in encoding_requests(request).items()}
@@ -194,7 +195,7 @@ def test_extraction_takes_the_encoders_alone():
 
 
 def test_a_plan_says_where_encoders_have_no_room_together():
-    """By made-up needs: the attempts that give them are those of extraction, tested with it."""
+    """With made-up needs. The attempts that find them are extraction's, and tested there."""
     request = resolve_request("flux.1-dev", "rtx-3060-12g", images=1000)
     images = EncoderBytes(GIB, GIB, GIB)
     for gibs, printed in (
@@ -234,12 +235,12 @@ def test_a_machine_holds_all_of_its_processes():
         assert found.page_locked_bytes == 4 * MIB
         assert found.steps_bytes == 4 * MIB
         assert found.node_bytes == processes * (GIB + 4 * MIB + LIBRARIES_BYTES)
-        saving = host_need(timeline, 2 * GIB, cluster).node_bytes  # by then the model has left the host
+        saving = host_need(timeline, 2 * GIB, cluster).node_bytes  # by then the model has left CPU memory
         assert saving == processes * (2 * GIB + 4 * MIB + LIBRARIES_BYTES)
 
 
 def test_the_libraries_take_no_more_than_is_allowed_for_them():
-    """Without CUDA they take a sixth of the allowance; with it, the rest is the driver's and its libraries'."""
+    """Without CUDA they take a sixth of the allowance. The rest is for the driver and its libraries."""
     code = (
         "import deepspeed, bigdit.engines.deepspeed, bigdit.optim, bigdit.train.main\n"
         "from diffusers import SanaTransformer2DModel\n"

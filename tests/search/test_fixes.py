@@ -1,4 +1,4 @@
-"""What would fit where nothing that was asked for does. tests/commands/test_plan.py runs what fits."""
+"""What would fit if nothing requested does. tests/commands/test_plan.py runs what fits."""
 
 import plans
 

@@ -1,4 +1,5 @@
-"""Requests of a run's stages: what its YAML says is fixed, what it leaves out is asked, and errors name its keys."""
+"""Requests from a run's stages: the YAML's values are fixed, the search chooses the others, and errors name the
+YAML's keys."""
 
 import pytest
 import yaml
@@ -71,7 +72,7 @@ def test_references_are_those_of_the_run(tmp_path):
 
 
 def test_epochs_are_asked_as_they_are(tmp_path):
-    """Of as many images as are named, or of none: these and the global batch are the plan's to say."""
+    """For as many images as are given, or for none: the plan states these and the global batch."""
     stages = written(tmp_path, {"train": {"epochs": 2.5}}, HIGH)
     for options in ({}, {"images": "10k"}):
         assert asked(stages, **options)[0].epochs == 2.5
@@ -117,7 +118,7 @@ def test_a_controlnet_is_planned_with_its_blocks_and_images(tmp_path):
 
 
 def test_adapters_are_planned_as_the_run_has_them(tmp_path):
-    """Their kind, layers and ranks, and not plain LoRA of the same rank."""
+    """With their kind, layers and ranks, and not as plain LoRA of the same rank."""
     adapters = {"rank": 4, "alpha": 8.0, "dora": True, "targets": ["to_q"], "ranks": {"*.0.*": 2}}
     path = written(tmp_path, train={"steps": 9}, strategy={"lora": adapters})
     (found,) = asked(path)
@@ -161,8 +162,7 @@ def test_features_online_are_pinned_and_what_is_not_is_reported(tmp_path):
     ]
     asked_for = {"checkpointing": "selective", "offload_activations": "true"}
     assert overruled(path, ["strategy.checkpointing=selective"]) == [
-        f"{path}: strategy.{key} is {printed}, which plans do not fix: this one chooses by itself"
-        for key, printed in asked_for.items()
+        f"{path}: strategy.{key} is {printed}, and the plan chooses its own value" for key, printed in asked_for.items()
     ]
     assert overruled(written(tmp_path, LOW, HIGH), ()) == []
     path = written(tmp_path, train={"steps": 9}, strategy={"compile_blocks": True, "float8": "rowwise"})
@@ -195,7 +195,7 @@ def test_what_is_wrong_is_reported_by_the_runs_keys(tmp_path):
         "stages.0: data.buckets 250: a side is 250, but pixart-sigma-xl-2-1024 takes multiples of 16"
     )
     assert problems(path, "strategy.checkpointed_blocks=99", "stages.1.strategy.checkpointed_blocks=99") == [
-        "strategy.checkpointed_blocks is 99, and pixart-sigma-xl-2-1024 has 28 blocks; 28 and all are the most"
+        "strategy.checkpointed_blocks is 99, and pixart-sigma-xl-2-1024 has 28 blocks; use 28 or all"
     ]
     assert problems(path, "strategy.world_size=2", "strategy.engine=fsdp2", gpus=4) == [
         "strategy.world_size is 2, and --gpus 4; leave one of them out"
@@ -204,7 +204,7 @@ def test_what_is_wrong_is_reported_by_the_runs_keys(tmp_path):
         "model.class_name says what is trained; plans take model.name or model.path, a config.json"
     ]
     assert problems(path, "encoders.image={name: identity, factor: 2, color: rgb}") == [
-        "encoders.image is identity, and plans are of a VAE's latents; `bigdit train` measures this run"
+        "encoders.image is identity, and plans need a VAE's latents; `bigdit train` measures this run"
     ]
     assert problems(path, "train.stepz=3") == ["train.stepz: unknown key; did you mean steps, decay_steps?"]
 

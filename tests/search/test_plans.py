@@ -1,4 +1,5 @@
-"""Plans on emulated GPUs: what is shown ran, limits are exact, and one verdict however it is asked."""
+"""Plans on emulated GPUs: what is shown has run, limits are exact, and the verdict does not depend on how it is
+asked."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     plan = make_plan(asked)
     (limit,) = plan.buckets
     assert plan.verdict == "FITS"
-    assert plan.emulated.startswith(f"{plan.versions['torch']} CUDA ")  # what ran, not the build that asked
+    assert plan.emulated.startswith(f"{plan.versions['torch']} CUDA ")  # the build that ran, not the one that asked
     assert limit.none is not None
     assert 1 <= plan.chosen.strategy.micro_batch_size <= limit.none
     assert all(choice.step.launches is not None and choice.step.launches.counted for choice in plan.front)
@@ -90,7 +91,8 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
 
 @pytest.mark.slow
 def test_the_verdict_without_a_limit_is_that_within_it() -> None:
-    """What torch reserves on a GPU without a limit says whether steps fit: on fewer bytes it has to look for room."""
+    """The bytes that torch reserves without a limit decide whether steps fit: with fewer bytes torch would free and
+    retry."""
     with EmulatedGpus(A40) as emulated:
         asked = request("single,checkpointed_blocks=1", 4)
         wanted = emulated.attempt(asked).peak_reserved_bytes
@@ -102,7 +104,7 @@ def test_the_verdict_without_a_limit_is_that_within_it() -> None:
 
 @pytest.mark.slow
 def test_of_images_turned_by_a_quarter_as_many_fit_and_one_more_does_not() -> None:
-    """Which the plan has from as many that ran alike, and not from one more that did not."""
+    """The plan knows both from the attempts of the other bucket."""
     plan = make_plan(resolved(resolution=(512, 1024), buckets=((1024, 512),)))
     one, turned = plan.buckets
     assert one.none == turned.none
@@ -163,7 +165,7 @@ def test_no_micro_batch_is_looked_for_where_the_host_is_short() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["single", "fsdp2-offload"])
 def test_a_machine_that_is_only_assumed_is_a_line_and_no_verdict(engine: Literal["single", "fsdp2-offload"]) -> None:
-    """Nor a reason not to look at an engine, where nothing takes less."""
+    """Nor is it a reason to reject an engine, if nothing takes less."""
     asked = resolved(
         gpu=A40, constraints=pinned(ONLY, engine=engine, full=True), host_memory_bytes=GIB, host_assumed=True
     )
@@ -196,12 +198,12 @@ def test_a_gpu_that_has_nothing_to_do_begins_with_what_may_come_later() -> None:
         emulated.done = ran.append
         planner = Planner(resolved(gpu=A40), emulated, Calibration())
         assert hopeful(planner, first) == hopeful(planner, first, later) == (first, [])
-    assert len(ran) == 2 + 3  # the first one, and that again from the cache; the other beside them
+    assert len(ran) == 2 + 3  # the first one, and the same from the cache; the other beside them
 
 
 @pytest.mark.slow
 def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> None:
-    """And of one that resumes with another optimizer, the one that the machine does not hold is named."""
+    """Of engines that the machine does not hold, the one with another optimizer is named."""
     asked = resolved(gpu=A40, constraints=pinned(ONLY, engine="fsdp2-offload"), host_memory_bytes=5 * GIB)
     least = node_bytes(12 * (asked.model.params or 0), asked.cluster)
     asked = asked.model_copy(update={"host_memory_bytes": least + MIB})
@@ -215,10 +217,10 @@ def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> N
             return *hopeful(planner, group), [each.choice for each in planner.rejected]
 
         def state_bytes(of: ResolvedRequest, group: list[Option]) -> float:
-            """Of a machine, by the reason that an engine is rejected for."""
+            """A machine's bytes, from the reason for rejecting an engine."""
             planner = Planner(of, emulated, Calibration())
             hopeful(planner, group)
-            printed = re.match(r"its state alone takes ([\d.]+) GiB of a machine's memory", planner.rejected[0].reason)
+            printed = re.match(r"its state alone takes ([\d.]+) GiB of CPU memory", planner.rejected[0].reason)
             assert printed
             return float(printed[1]) * GIB
 
@@ -239,7 +241,7 @@ def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_what_is_predicted_is_near_what_runs(gpus: int, record_property) -> None:  # type: ignore[no-untyped-def]
-    """Reserved bytes at sizes between those that ran, and beyond; the host's bytes; a step's work."""
+    """Reserved bytes at sizes between those that ran, and beyond; CPU memory; the work of a step."""
     from bigdit.speed.seconds import Cluster
 
     asked = resolved(

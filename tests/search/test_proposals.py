@@ -1,4 +1,4 @@
-"""What the search proposes, orders and says: nothing runs."""
+"""What the search proposes, in which order, and its messages. Nothing runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def resolved(model: str | CatalogModel = "sana-1600m", gpu: str = "a40", **chang
 
 
 def planner_for(asked: ResolvedRequest) -> Planner:
-    """Of emulated GPUs that nobody asks."""
+    """A planner whose emulated GPUs are never asked."""
     return Planner(asked, cast(EmulatedGpus, None), Calibration())
 
 
@@ -234,7 +234,7 @@ def test_without_a_global_batch_every_small_size_is_tried_and_large_ones_in_step
 
 
 class Affine(Option):
-    """Of four blocks, each of which spares ten bytes a sample, and predicted without attempts."""
+    """Four blocks, each of which saves ten bytes a sample, predicted without attempts."""
 
     def ran(self, blocks: int) -> dict[int, int]:
         return {size: nbytes for (of, size), nbytes in self.found.items() if of == blocks}
@@ -355,7 +355,7 @@ def test_a_rate_turns_an_interval_around(low: float, wider: float, amount: float
 
 
 def test_speeds_are_reported_by_what_tells_them_apart() -> None:
-    """By the middles; where an end says more, so much is said, since it is that end that keeps a strategy from being as
+    """By the middles of the intervals. If their ends differ more, by those: that end keeps a strategy from being as
     fast."""
     other = Interval(low=1.03, high=1.79)
 

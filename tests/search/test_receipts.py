@@ -1,4 +1,4 @@
-"""Receipts: what a run leaves behind, what is refused of a folder of them, and what plans learn from them."""
+"""Receipts: what a run writes, which files of a folder are refused, and what plans learn from them."""
 
 import json
 import math

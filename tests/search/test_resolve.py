@@ -1,4 +1,4 @@
-"""From what a person writes to a request: what is taken, and what is refused, all of it at once."""
+"""From a person's input to a request: what is accepted, and all that is refused, at once."""
 
 import pytest
 from hypothesis import given
@@ -46,7 +46,7 @@ def test_what_is_left_out_is_as_the_request_has_it():
     ],
 )
 def test_what_is_reserved_is_not_usable(gpu, reserve, kept):
-    """By the kind of GPU where nobody says how much; what a process is told stays the driver's."""
+    """By the kind of GPU, unless a value is given. What a process is told stays the driver's."""
     asked, device = resolve_request("sana-1600m", gpu, reserve=reserve).gpu, catalog.gpu(gpu)
     assert (asked.reserved_bytes, asked.driver_bytes) == (kept, device.driver_bytes)
     assert asked.usable_bytes == device.usable_bytes - kept
@@ -230,7 +230,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"lora": 0}, "--lora is 0, and 1 or more was expected"),
         (
             {"model": "flux.1-dev", "lora_text_encoders": True},
-            "--lora-text-encoders is of LoRA, and --lora is missing; add --lora 16",
+            "--lora-text-encoders needs LoRA, and --lora is missing; add --lora 16",
         ),
         (
             {"lora": 4, "lora_text_encoders": True, "features": "online"},
@@ -253,7 +253,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"ema_widths": "0.1"}, "--ema-widths is 0.1, and two widths or more were expected, such as 0.05,0.1"),
         (
             {"ema": "none", "ema_widths": "0.05,0.1"},
-            "--ema-widths are of EMAs, and --ema none keeps none; leave one of them out",
+            "--ema-widths were given, and --ema none keeps no EMA; leave one of them out",
         ),
         ({"features": "on"}, "--features is 'on', which is unknown; did you mean online?"),
         (
@@ -263,7 +263,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"checkpointed_blocks": -1}, "--checkpointed-blocks is -1, and 0 or more or all was expected"),
         (
             {"checkpointed_blocks": 21},
-            "--checkpointed-blocks is 21, and sana-1600m-1024 has 20 blocks; 20 and all are the most",
+            "--checkpointed-blocks is 21, and sana-1600m-1024 has 20 blocks; use 20 or all",
         ),
         (
             {"resolution": "big"},
@@ -302,6 +302,10 @@ def test_sizes_read_as_they_are_written(sizes):
             {"gpus": 2, "engine": "single"},
             "--engine single runs on one GPU, and --gpus is 2; use --engine ddp, zero1, zero2, zero3 or "
             "fsdp2, or --gpus 1",
+        ),
+        (
+            {"engine": "ddp"},
+            "--engine ddp needs several GPUs, and --gpus is 1; use --gpus 2 or more, or --engine single",
         ),
         (
             {"full": True, "lora": 16},
@@ -431,7 +435,7 @@ def test_what_is_beyond_all_sense_is_refused_at_once(options, line):
 
 
 def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
-    """Of the catalogue: the limit is none that an honest request meets."""
+    """In the catalogue: no honest request reaches the limit."""
     widths = [
         model.spec.kwargs.get("num_attention_heads", 0) * model.spec.kwargs.get("attention_head_dim", 0)
         for model in models()

@@ -1,4 +1,4 @@
-"""The alternatives of a plan: what keeps the recommended optimizer's numbers comes first, whatever others take."""
+"""A plan's alternatives: those with the recommended optimizer's numbers come first, whatever others take."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_lossless_alternatives_come_first_and_are_not_driven_out_by_lossy_ones()
     for rows in (own, others):
         speeds = [row.samples_per_second_per_gpu.middle for row in rows]
         assert speeds == sorted(speeds, reverse=True)
-    for row in others:  # else it changes numbers for nothing
+    for row in others:  # otherwise it changes numbers for nothing
         better = [
             each
             for each in own

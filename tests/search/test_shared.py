@@ -1,4 +1,4 @@
-"""Plans whose GPUs share samples: where one is too much for a GPU, or too many for the global batch."""
+"""Plans whose GPUs share samples: if one sample is too much for a GPU, or the global batch has too few."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", autouse=True)
 def _cache(own_cache: None) -> None:
-    """Attempts that tests share, and none from before."""
+    """Attempts that these tests share, from an empty cache."""
 
 
 def planned(mib: int, **changes: object) -> Plan:

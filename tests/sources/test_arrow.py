@@ -1,4 +1,4 @@
-"""Parquet and `datasets` folders as sources: real files, written by the libraries that people write them with."""
+"""Parquet and `datasets` folders as sources: real files by the libraries that people use."""
 
 import contextlib
 import json
@@ -176,7 +176,7 @@ def test_a_large_row_group_is_read_in_little_memory(tmp_path):
     random = np.random.default_rng(0)
     images = [random.bytes(100_000) for _ in range(600)]  # 60 MB in one row group; none is an image
     table = pa.table({"image": images, "text": ["x"] * 600})
-    # Pages of a few images; as a rule writers look at a page's size after 1024 rows.
+    # Pages of a few images. By default writers check a page's size only after 1,024 rows.
     pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False, write_batch_size=8)
     del table
     before, most = pa.total_allocated_bytes(), 0

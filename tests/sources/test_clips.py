@@ -1,4 +1,4 @@
-"""Several clips of a video: together they are the video, frame by frame; none is decoded from the video's start."""
+"""Several clips of a video: together they are the video, frame by frame, and none is decoded from the video's start."""
 
 import av
 import numpy as np
@@ -29,7 +29,7 @@ def shades(item):
 
 
 def filmed(path, codec, **options):
-    """A video in which each frame is another, a few of which alone can be decoded without those before them."""
+    """A video whose frames all differ. Only a few can be decoded without those before them."""
     rng = np.random.default_rng(0)
     ground = Image.fromarray(rng.integers(0, 256, (6, 10, 3), np.uint8)).resize((64, 200), Image.Resampling.BICUBIC)
     with av.open(path, "w") as container:

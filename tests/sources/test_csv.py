@@ -1,4 +1,4 @@
-"""CSV and TSV as sources: rows as they were written, columns and their weights, and rows that are of no use."""
+"""CSV and TSV as sources: rows as written, columns and their weights, and rows that cannot be used."""
 
 import csv
 
@@ -38,7 +38,7 @@ def test_a_csv_names_images_relative_to_itself(folder):
 
 
 def test_a_image_whose_folder_is_gone_stops_the_run_unless_a_row_is_wrong(folder):
-    """The folder of another disk, that is: one beside the table would be there as the table is."""
+    """The folder of another disk. A folder beside the table would be there with it."""
     (folder / "list.csv").write_text("path,caption\nelsewhere/1.png,one\n")
     missing = "image 1.png is missing; its path is relative to the table (list.csv row 1)"
     assert reason(opened(str(folder / "list.csv")).items(0, 1)[0]) == missing

@@ -73,7 +73,7 @@ def test_links_that_lead_out_of_a_folder_are_read_on_demand_alone(tmp_path):
     save(root / "deep/own.png")
     save(tmp_path / "outside/x.png", "a secret")
     for name, target in {
-        "b.png": root / "a.png",  # within, by whatever way
+        "b.png": root / "a.png",  # within, by any path
         "b.txt": "a.txt",
         "deep/c.png": "../a.png",
         "deep/c.txt": "../../source/a.txt",
@@ -109,7 +109,7 @@ def test_links_that_lead_out_of_a_folder_are_read_on_demand_alone(tmp_path):
     }
     followed, another = read(follow_links=True)
     assert followed == kept | {"d.png": "a caption", "e.png": "a secret", "f.png": "caption f.txt is missing"}
-    assert another != digest  # other features come of it
+    assert another != digest  # the features would differ
     (tmp_path / "linked").symlink_to(root)
     assert opened(str(tmp_path / "linked")).items(1, 2)[0].load().captions[0].text == "a caption"
     (tmp_path / "a.csv").write_text("path,caption\na.png,a\n")
@@ -149,7 +149,7 @@ def test_a_wrong_path_is_answered_with_the_nearest_that_is_there(tmp_path, path,
 
 
 def load_with(tmp_path, **captions):
-    """The captions of an image with such files beside it."""
+    """The captions of an image with these files beside it."""
     save(tmp_path / "a.png", None)
     for suffix, content in captions.items():
         (tmp_path / f"a.{suffix}").write_bytes(content.encode() if isinstance(content, str) else content)
@@ -219,7 +219,7 @@ def test_damaged_and_vanished_images_are_unusable_and_an_empty_folder_is_an_erro
         with pytest.raises(Unusable, match="damaged image: "):
             item.load()
     image.unlink()
-    with pytest.raises(Unusable, match=r"^a\.png is missing$"):  # the caption is there, so its disk is
+    with pytest.raises(Unusable, match=r"^a\.png is missing$"):  # the caption is there, and so is its disk
         item.read()
     (tmp_path / "a.txt").rename(tmp_path.parent / "moved.txt")
     with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: No such file"):
@@ -257,7 +257,7 @@ def test_references_are_found_by_any_name_of_an_image_and_bad_ones_are_a_line_ea
     capsys.readouterr()
     assert [item.name for item in opened(str(tmp_path)).items(0, 9)][4:] == [
         "z.reference.png"
-    ]  # of no image: it is one
+    ]  # it has no image, so it is one
     assert capsys.readouterr().err == f"data.images: other files in {tmp_path} are ignored: 3 references\n"
     save(tmp_path / "below/e.png")
     with pytest.raises(UserError, match=r"holds no references; put x\.reference\.png beside x\.png, or set it to 0"):

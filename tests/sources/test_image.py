@@ -1,4 +1,4 @@
-"""Images of every mode and depth, decoded or refused by name; damaged ones too."""
+"""Images of every mode and depth are decoded, or refused by name; damaged ones, too."""
 
 import contextlib
 import io
@@ -70,8 +70,8 @@ def test_16_bits_are_scaled(tmp_path, suffix):
 
 
 def png_16(samples, color_type, *chunks, size=None):
-    """A PNG of 16-bit samples [H, W, C], which Pillow does not write for every color type; `size`: (width, height) that
-    its header says instead of theirs."""
+    """A PNG with 16-bit samples [H, W, C], which Pillow does not write for every colour type. `size`: a false (width,
+    height) in its header."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -85,7 +85,7 @@ def png_16(samples, color_type, *chunks, size=None):
 
 @pytest.mark.parametrize(("color_type", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
 def test_16_bits_of_every_png_are_scaled(tmp_path, color_type, channels):
-    """0 is gray, 2 RGB, 4 and 6 with alpha, which is opaque here."""
+    """Type 0 is gray, 2 RGB, 4 and 6 with alpha, which is opaque here."""
     deep = np.repeat(np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16, 1), channels, axis=2)
     if color_type in (4, 6):
         deep[..., -1] = 65535

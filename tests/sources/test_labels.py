@@ -1,4 +1,4 @@
-"""Classes of images: of the folders that they lie in, a column or a key of JSON; and no captions are asked for."""
+"""Classes of images, from folders, a column or a JSON key. Captions are not needed."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq

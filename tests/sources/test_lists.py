@@ -1,4 +1,4 @@
-"""Captions as other trainers keep them: names beside images, metadata of folders, and lists in JSON and UTF-16."""
+"""Captions as other trainers keep them: files beside images, metadata of folders, and lists in JSON and UTF-16."""
 
 import json
 import math

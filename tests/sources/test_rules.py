@@ -1,5 +1,4 @@
-"""Rules of sources for captions: one for all, text before and after, variants of tags. Crops and mirror
-images."""
+"""A source's rules for captions: one for all, text before and after, variants of tags. Crops and mirror images."""
 
 import json
 import pickle
@@ -114,7 +113,7 @@ def test_rules_that_do_not_go_together_are_one_line(source, problem):
 
 
 def test_crops_and_mirror_images_are_samples_of_their_own(tmp_path):
-    """Of one source: the other one stays as it is. They are encoded as they are shown."""
+    """Only for one source: the other is unchanged. They are encoded as they are shown."""
     for name in ("one", "two"):
         for at in range(3):
             save(tmp_path / f"{name}/{at}.png", f"caption {at}", gradient(24, 8).point(lambda value, at=at: value + at))

@@ -1,4 +1,4 @@
-"""Several sources in a row, of one kind and of all; and what the config says of them."""
+"""Several sources in a row, of one kind and of all, and the config's messages about them."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def test_several_sources_follow_one_another_and_appending_changes_nothing_before
         (2, f"{folders[1]}: c.png"),
         (3, f"{folders[2]}: d.png"),
     ]
-    moved = pickle.loads(pickle.dumps(items))  # as they travel to a worker
+    moved = pickle.loads(pickle.dumps(items))  # as they are sent to a worker
     assert [item.load().captions[0].text for item in moved] == ["one/b.png", "two/c.png", "three/d.png"]
     assert whole.items(0, 2)[0].name == f"{folders[0]}: a.png"
     assert whole.items(5, 9) == []

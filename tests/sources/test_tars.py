@@ -1,4 +1,4 @@
-"""WebDataset tars as sources: honest ones read at offsets, hostile and damaged ones refused in one line."""
+"""WebDataset tars as sources: honest ones are read at offsets, hostile and damaged ones refused in one line."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ from bigdit.sources.protocol import Unusable
 
 
 def member(name, kind, **fields):
-    """A member of a type that data sets have no use for."""
+    """A member of a type that data sets do not use."""
     found = tarfile.TarInfo(name)
     found.type = kind
     for field, content in fields.items():
@@ -62,7 +62,7 @@ def test_samples_are_read_at_their_offsets(tmp_path, tar_format):
     assert [item.name for item in items] == [
         f"a.tar/{name}" for name in ("000", long, "no-caption", "no-image", "two", "own", "damaged")
     ]
-    items = pickle.loads(pickle.dumps(items))  # as they travel to a worker
+    items = pickle.loads(pickle.dumps(items))  # as they are sent to a worker
     assert texts(items[0]) == [("one", 1), ("two", 3)]
     assert texts(items[1]) == [("of a long name", 1)]
     assert [value(item.load()) for item in items[:2]] == [7, 8]
@@ -179,7 +179,7 @@ def test_hostile_members_are_refused_in_one_line(tmp_path, case):
 
 
 def refused(tar, problem):
-    """The tar is refused, in one line and in bounded memory, and no index is left."""
+    """The tar is refused, in one line and in bounded memory, and leaves no index."""
     features = tar.parent / "f"
     with pytest.raises(UserError, match=rf"^data\.images: {tar} {problem}") as error:
         opened(str(tar), features)

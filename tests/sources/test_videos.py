@@ -1,4 +1,4 @@
-"""Videos as sources: files, animations and folders of frames, at the rate asked for, and what cannot be used."""
+"""Videos as sources: files, animations and folders of frames, at the requested rate, and what cannot be used."""
 
 import io
 import re
@@ -29,7 +29,7 @@ def opened(images, fps=8, frames=5):
 
 
 def shades(source, index=0):
-    """The number of each frame that a source's item gives."""
+    """The number of each frame in a source's item."""
     return [
         round(np.asarray(frame.convert("L")).mean() / SHADES)
         for frame in source.items(index, index + 1)[0].load().image
@@ -67,7 +67,7 @@ def test_times_that_a_file_rounds_take_no_frame_twice(tmp_path):
     st.fractions(min_value=0, max_value=3, max_denominator=9),
 )
 def test_what_is_shown_is_what_a_player_would_show(lasting, fps, began):
-    """Held against the definition: at k / fps the last frame that has begun, until the end."""
+    """By the definition: at k / fps, the last frame that has begun, until the end."""
     starts = [began + sum(lasting[:number]) for number in range(len(lasting))]
     timed = [
         (start, Fraction(length), number) for number, (start, length) in enumerate(zip(starts, lasting, strict=True))
@@ -122,7 +122,7 @@ def test_folders_of_numbered_images_are_videos(tmp_path):
     (tmp_path / "deep/a.b/frame_5.png").write_bytes(b"damaged")
     digests.add(opened(asked, fps=12).identity["digest"])
     assert len(digests) == 3
-    assert shades(opened(asked, fps=12)) == [0, 2, 4, 6, 8]  # it is not among those that are taken
+    assert shades(opened(asked, fps=12)) == [0, 2, 4, 6, 8]  # it is not among the chosen ones
     with pytest.raises(Unusable, match="damaged image"):
         shades(opened(asked, fps=24, frames=9))
     with pytest.raises(UserError, match=r"holds no folders of images, as frame_rate needs"):
@@ -210,7 +210,7 @@ def test_a_video_that_was_filmed_upright_is_upright(tmp_path, aspect):
         stream.width, stream.height = 32, 16
         stream.codec_context.sample_aspect_ratio = aspect
         image = Image.new("RGB", (32, 16))
-        image.paste("white", (0, 0, 16, 16))  # the left half, which is above once it is turned clockwise
+        image.paste("white", (0, 0, 16, 16))  # the left half, which is at the top after a clockwise turn
         container.mux(stream.encode(av.VideoFrame.from_image(image)))
         container.mux(stream.encode())
     data = (tmp_path / "a.mp4").read_bytes()
@@ -260,7 +260,7 @@ def test_a_file_cut_short_gives_the_frames_that_it_has(tmp_path):
 
 
 def test_a_video_names_no_other_file(tmp_path):
-    """FFmpeg reads lists of other files and of addresses, whatever they are called."""
+    """FFmpeg reads lists of other files and of addresses, whatever their names."""
     for folder in ("secret", "clips"):
         (tmp_path / folder).mkdir()
     video(tmp_path / "secret/b.mp4", evenly(8, 8))

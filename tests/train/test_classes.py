@@ -1,4 +1,5 @@
-"""Models of classes end to end: a folder a class is extracted, trained on, gone on with and sampled by its name."""
+"""Class-conditional models from end to end: a folder for each class is extracted, trained, resumed, and sampled by
+name."""
 
 import json
 import shutil
@@ -64,7 +65,7 @@ def trained(root, *overrides, output):
 
 @pytest.fixture(scope="module")
 def straight(digits_by_class):
-    """The output of a run of a class from its first step to its last: trained once, for the first test that asks."""
+    """The output of a run of a class from first step to last, trained for the first test that asks."""
 
     @cache
     def output(class_name):
@@ -128,7 +129,7 @@ def test_images_are_drawn_by_names_and_numbers(straight, class_name, tmp_path):
     assert [row["caption"] for row in rows] == ["seven", "5", "two"]
     assert np.asarray(Image.open(out / rows[0]["file"])).shape == (8, 8)
     drawn = {}
-    # Four steps tell classes apart by little, which guidance makes much of.
+    # Four steps hardly tell classes apart; guidance makes the difference larger.
     for name, chosen in {
         "seven": ("seven",),
         "its number": ("5",),
@@ -188,7 +189,7 @@ def test_a_folder_of_one_more_class_is_not_appended(digits_by_class, tmp_path):
 
 
 def test_losses_with_features_online_are_those_of_the_store(digits_by_class, tmp_path):
-    """Images that have classes, encoded in each step; images drawn on the way; other classes refused."""
+    """Images of classes, encoded in each step; validation images; other classes are refused."""
     found = []
     for name, reading in {"cached": (), "online": ONLINE}.items():
         chosen = (*TINY["PaperDiT"], "samples={captions: [three, 0], steps: 2, every: 2}", *reading)

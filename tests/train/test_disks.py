@@ -1,4 +1,4 @@
-"""Training on disks that are full or cannot be written: a line, nothing lost, and it resumes with room."""
+"""Training on full or read-only disks: one line, nothing lost, and it resumes once there is room."""
 
 import pytest
 from disks import mounted, remount

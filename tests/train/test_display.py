@@ -1,4 +1,4 @@
-"""What a run shows while it trains: in place on a terminal, plain lines elsewhere, and no figure that is not known."""
+"""What a run shows: updated in place on a terminal, plain lines elsewhere, and no unknown figure."""
 
 import json
 import os
@@ -79,7 +79,7 @@ with Display(0, 900, shown=True) as shown:
 
 
 def on_a_terminal(**variables):
-    """What a terminal of 160 columns is sent."""
+    """What a terminal of 160 columns receives."""
     ours, theirs = pty.openpty()
     environment = environment_with({"TERM": "xterm", "COLUMNS": "160", "PYTHONPATH": HELPERS} | variables)
     environment = {name: value for name, value in environment.items() if name != "NO_COLOR" or name in variables}
@@ -90,7 +90,7 @@ def on_a_terminal(**variables):
     while True:
         try:
             text += os.read(ours, 1 << 16)
-        except OSError:  # all that was written has been read
+        except OSError:  # all output has been read
             break
     os.close(ours)
     return text.decode()
@@ -109,7 +109,7 @@ def test_without_colours_a_terminal_gets_lines_and_no_control_code():
 
 
 class Half:
-    """Steps of half the FLOPs that its GPU could do in a second."""
+    """Steps with half the FLOPs that the GPU could do in a second."""
 
     peak = 1e12
 
@@ -118,7 +118,7 @@ class Half:
 
 
 def written(output, **options):
-    """The rows of a metrics.jsonl after two steps."""
+    """The rows of metrics.jsonl after two steps."""
     reported = {"images": 4, "name_samples": str, "memory": host_now}
     with Metrics(output, Peers(), torch.device("cpu"), start=0, stop=2, **reported, **options) as metrics:
         for step in (1, 2):
@@ -131,7 +131,7 @@ def test_rows_have_what_is_shown(tmp_path):
     for row in rows:
         assert row["planned_memory_bytes"] == 7 * GIB
         assert 0 < row["memory_bytes"] <= row["peak_memory_bytes"]
-        # Four images a step: the rate tells how many steps a second were taken, of half a second's FLOPs each.
+        # Four images a step: the rate says how many steps a second ran, each with half a second's FLOPs.
         assert row["mfu"] == pytest.approx(0.5 * row["samples_per_second"] / 4)
 
 

@@ -1,4 +1,4 @@
-"""A run, or a stage, by epochs of its store: how many steps they come to, said before; and it resumes to the bit."""
+"""A run or a stage by epochs of its store: the number of steps is logged first, and it resumes to the bit."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ STEPS = 8
     ("epochs", "samples", "batch", "steps"),
     [
         *((1, 240, 16, 15), (0.5, 240, 16, 8), (2, 241, 16, 31), (1e-9, 5, 8, 1)),
-        (1.1, 100, 10, 11),  # as it is written: the float is above 1.1
+        (1.1, 100, 10, 11),  # as written: the float is above 1.1
     ],
 )
 def test_the_last_step_is_full_too(epochs, samples, batch, steps):
@@ -80,7 +80,7 @@ def test_a_dry_run_says_what_they_come_to(features, tmp_path):
 
 @pytest.fixture(scope="module")
 def staged(features, tmp_path_factory):
-    """A run of two stages by epochs, and trains it into an output; the exit status."""
+    """Train a run of two stages by epochs into an output. Returns the exit status."""
     folder = tmp_path_factory.mktemp("epochs")
     stages = [{"train": {"epochs": 0.5}}, {"train": {"epochs": 0.2, "warmup_steps": 0}}]
     document = yaml.safe_load(DIGITS.read_text()) | {"stages": stages}
@@ -97,14 +97,14 @@ def staged(features, tmp_path_factory):
 
 
 def course(output):
-    """What each step was, and the weights at the end."""
+    """Each step's figures, and the weights at the end."""
     rows = [(row["step"], row["stage"], row["lr"], row["loss"]) for row in read_metrics(output / "metrics.jsonl")]
     return rows, load_file(output / "exports/step-00000011/transformer/diffusion_pytorch_model.safetensors")
 
 
 @pytest.mark.slow
 def test_stages_by_epochs_go_on_to_the_bit(staged, tmp_path):
-    """From a checkpoint of the first stage over the border that its epochs come to; by more epochs they go on."""
+    """From a checkpoint of the first stage, over the border at its last epoch. With more epochs it goes on."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     done = staged(straight, "train.keep_checkpoints=9")
     assert done.returncode == 0, done.stderr
@@ -112,7 +112,7 @@ def test_stages_by_epochs_go_on_to_the_bit(staged, tmp_path):
     assert printed.count("stages.0.train.epochs 0.5 of 240 samples in steps of 16: 8 steps") == 2  # at each start
     assert "stages.1.train.epochs 0.2 of 240 samples in steps of 16: 3 steps" in printed
     assert "stages.1: steps 9 to 11 of 11" in printed
-    shutil.copytree(straight, stopped)  # and set back to its first checkpoint
+    shutil.copytree(straight, stopped)  # set back to its first checkpoint
     for step in (6, 8, 9, 11):
         shutil.rmtree(stopped / f"checkpoints/step-{step:08d}")
     (stopped / "checkpoints/latest").write_text("step-00000003\n")
@@ -123,6 +123,7 @@ def test_stages_by_epochs_go_on_to_the_bit(staged, tmp_path):
     assert [row[:2] for row in rows] == [(step, int(step > STEPS)) for step in range(1, 12)]
     assert again == rows
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
-    assert "has its 11 steps already; raise stages.1.train.epochs to go on" in " ".join(staged(stopped).stderr.split())
+    printed = " ".join(staged(stopped).stderr.split())
+    assert "has its 11 steps already; raise stages.1.train.epochs to continue" in printed
     moved = " ".join(staged(stopped, "stages.0.train.epochs=0.6").stderr.split())
     assert "that began at step 8, and that stage begins at 9 now" in moved

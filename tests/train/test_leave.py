@@ -1,4 +1,4 @@
-"""How a launched process ends: with its status, its words and its exit functions, and without being taken apart."""
+"""How a launched process ends: with its status, output and exit functions, and without taking libraries apart."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""One trainer an output: a second one is refused by a line, on all its processes, before it writes."""
+"""One trainer an output: a second is refused by a line, on all its processes, before it writes."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def test_a_second_trainer_is_refused_and_the_first_continues(features, tmp_path)
         holder = json.loads((output / "lock").read_text())
         own = (BIN / "torchrun", "--standalone", "--nproc-per-node", 2, ROOT / "launch/train.py")
         before = os.stat(output / "checkpoints").st_mtime_ns if (output / "checkpoints").exists() else None
-        os.kill(holder["pid"], signal.SIGSTOP)  # it holds the lock, and takes no core from the second
+        os.kill(holder["pid"], signal.SIGSTOP)  # it holds the lock, and leaves the core to the second
         try:
             second = run_command(*own, *arguments(features, output, *FSDP2, "train.checkpoint_every=1"), timeout=120)
         finally:
@@ -33,7 +33,7 @@ def test_a_second_trainer_is_refused_and_the_first_continues(features, tmp_path)
         where = f"process {holder['pid']} on {os.uname().nodename} since {holder['since']}"
         assert printed[0].startswith(f"error: output {output} is in use by {where} ({holder['command'][:40]}")
         assert printed[0].endswith("); wait for it, end it, or choose another output")
-        assert "bigdit" not in second.stderr.partition(printed[0])[2]  # torchrun's traceback is its own
+        assert "bigdit" not in second.stderr.partition(printed[0])[2]  # torchrun adds its own traceback
         assert before is None or before == os.stat(output / "checkpoints").st_mtime_ns
         first.process.send_signal(signal.SIGTERM)
         assert first.ends() == 143
@@ -42,7 +42,7 @@ def test_a_second_trainer_is_refused_and_the_first_continues(features, tmp_path)
 
 
 def test_the_lock_is_free_when_its_holder_was_killed(tmp_path):
-    """The holder kills itself; what it had signed stays, and does not count."""
+    """The holder kills itself. Its signature stays, and does not count."""
     script = (
         "import os, sys; from pathlib import Path\n"
         "from bigdit.dist import World; from bigdit.train.processes.process import output_lock\n"

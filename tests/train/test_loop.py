@@ -1,4 +1,4 @@
-"""Training resumes where it stopped, keeps what it wrote whole, and refuses what does not fit."""
+"""Training resumes where it stopped, keeps its files whole, and refuses what does not fit."""
 
 import json
 import shutil
@@ -34,13 +34,13 @@ def train(features, output, *overrides, engine="single", **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_resuming_changes_nothing(features, tmp_path, engine):
-    """The same command resumes, in the middle of the rate's fall: rates, losses and weights equal those of a run that
-    never stopped, to the bit."""
+    """The same command resumes in the middle of the rate's fall. Rates, losses and weights equal those of an
+    uninterrupted run to the bit."""
     more = ("train.checkpoint_every=5", "train.lr_schedule=wsd", "train.decay_steps=5", "train.min_lr=1e-5")
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     done = train(features, straight, *more, engine=engine)
     assert done.returncode == 0, done.stderr
-    shutil.copytree(straight, stopped)  # and set back to where its first checkpoint had just been written
+    shutil.copytree(straight, stopped)  # set back to the moment when its first checkpoint was written
     shutil.rmtree(stopped / "checkpoints/step-00000008")
     (stopped / "checkpoints/latest").write_text("step-00000005\n")
     done = train(features, stopped, *more, engine=engine)
@@ -51,7 +51,7 @@ def test_resuming_changes_nothing(features, tmp_path, engine):
         [(row["lr"], row["loss"]) for row in read_metrics(output / "metrics.jsonl")] for output in (straight, stopped)
     ]
     assert curves[0] == curves[1]
-    assert len({lr for lr, _ in curves[0]}) == 6  # half the peak, the peak in three steps, and four in which it falls
+    assert len({lr for lr, _ in curves[0]}) == 6  # half the peak, the peak for three steps, and a fall of four
     weights = [
         load_file(output / "exports/step-00000008/transformer/diffusion_pytorch_model.safetensors")
         for output in (straight, stopped)
@@ -71,7 +71,7 @@ def test_diffusers_loads_the_export(trained):
 def test_a_finished_run_has_nothing_to_do(features, trained):
     done = train(features, trained)
     assert done.returncode == 0
-    assert "has its 8 steps already; raise train.steps to go on" in done.stderr
+    assert "has its 8 steps already; raise train.steps to continue" in done.stderr
     assert "wrote" not in done.stderr.replace(f"wrote {trained}/report.html", "")
 
 
@@ -85,7 +85,7 @@ def test_only_the_newest_checkpoints_stay(features, tmp_path):
 
 @pytest.mark.slow
 def test_killed_at_any_moment_a_run_continues(features, tmp_path):
-    """`kill -9` of the trainer: what `latest` names is whole, no half checkpoint has a final name."""
+    """`kill -9` of the trainer: what `latest` names is whole, and no half checkpoint has a final name."""
     chosen = [*TINY, *SINGLE, f"data.features={features}", f"output={tmp_path}", "train.steps=400"]
     command = [
         BIN / "python",
@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_refused(features, trained, tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         f"note: {shard.parent.parent} was trained with train.steps 8, and resumes with 9",
-        f"error: {shard} is damaged: its checksum is not the one in state.json; "
+        f"error: {shard} is damaged: its checksum differs from that in state.json; "
         "there is no other; choose another output to start again",
     ]
 
@@ -190,7 +190,7 @@ def test_a_diverging_run_ends_with_the_step(features, tmp_path):
 
 
 def test_errors_come_before_any_process_group(features, tmp_path):
-    """Under a launcher, one process prints, and all end with 1."""
+    """Under a launcher one process prints, and all end with 1."""
     done = run_command(
         *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, ROOT / "launch/train.py", "--config", DIGITS),
         *with_set([*ENGINES["fsdp2"], f"output={tmp_path}", "train.seed=-1"]),
@@ -202,7 +202,7 @@ def test_errors_come_before_any_process_group(features, tmp_path):
 
 
 def test_dry_run_prints_what_would_run(features, trained):
-    """And a verdict as its last line, also where the run was begun."""
+    """And a verdict in the last line, also if the run has begun."""
     begun = (*TINY, f"data.features={features}", f"output={trained}")
     known = "ok: 240 images, 3 buckets, {} steps of 16, memory not planned (`bigdit plan --config`); {}\n"
     for steps, left in ((8, "nothing is left to train"), (12, "resumes after step 8")):
@@ -210,7 +210,7 @@ def test_dry_run_prints_what_would_run(features, trained):
         assert done.returncode == 0
         resolved = json.loads(done.stdout)
         assert resolved["strategy"]["world_size"] == 2
-        assert resolved["run"]["train"]["steps"] == steps
+        assert resolved["train"]["steps"] == steps
         assert done.stderr.endswith(known.format(steps, left))
 
 
@@ -236,12 +236,12 @@ def test_a_key_is_given_once_however_training_starts(printed, refused):
 
 
 def test_arguments_of_a_model_that_do_not_go_together_are_a_line_before_a_step(features, tmp_path):
-    """Its class takes them: what it makes of them is known when a sample's shapes go through it. --dry-run says so."""
+    """Their class accepts them. Only a forward pass of a sample's shapes shows it, and --dry-run makes one."""
     done = train(features, tmp_path, "model.kwargs.attention_head_dim=33")
     (printed,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert done.returncode == 1
     assert printed == (
         "error: model.kwargs: a step ends with a and b must have same reduction dim, but got [300, 132] X [32, 32]; "
-        "the model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit"
+        "the model's arguments, such as widths, may not fit each other; if they do, this is a bug in bigdit"
     )
     assert "Traceback" not in done.stderr

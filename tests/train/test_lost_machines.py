@@ -1,4 +1,4 @@
-"""A run for four machines goes on with fewer of them, by the same command: the same samples, and the same losses."""
+"""A run for four machines goes on with fewer by the same command: with the same samples and losses."""
 
 import os
 import random
@@ -19,17 +19,17 @@ pytestmark = pytest.mark.slow
 
 MACHINES = 4
 ROUNDS = int(os.environ.get("BIGDIT_ROUNDS", "2"))
-"""How often a machine is lost before three of them come to the end."""
+"""How often a machine is lost before three reach the end."""
 STEPS = 12 * ROUNDS
 COMPARED = 12
-"""Steps whose losses are compared. Sums in another order are 1e-7 off; from step 14 on AdamW makes 1e-3 of it, also of
-two processes that share the batch evenly."""
+"""Steps whose losses are compared. Another order of sums is 1e-7 off. AdamW turns that into 1e-3 from step 14 on,
+also for two processes that share the batch evenly."""
 BATCH = ("strategy.precision=fp32", "strategy.global_batch_size=8", f"train.steps={STEPS}", "train.checkpoint_every=2")
 ENGINES = {
     "fsdp2": ("strategy.engine=fsdp2", "strategy.ds_config=null"),
     "zero2": ("strategy.engine=deepspeed", "strategy.ds_config=ds_configs/zero2_bf16.json"),
 }
-# Sums of gradients in another order: see test_nodes.py; eight steps more.
+# Sums of gradients have another order: see test_nodes.py. These are eight steps more.
 TOLERANCE = 1e-4
 
 
@@ -77,7 +77,7 @@ def saved(output):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_left_goes_on(features, tmp_path, undisturbed, engine):
-    """Machines are lost at random, the first one when there is a checkpoint."""
+    """Machines are lost at random; the first one only once there is a checkpoint."""
     output, chance = tmp_path / "run", random.Random(engine)
     for number in range(ROUNDS):
         before = saved(output)

@@ -1,4 +1,4 @@
-"""metrics.jsonl when a run resumes: nothing is lost without a word."""
+"""metrics.jsonl of a resumed run: nothing is lost in silence."""
 
 import json
 
@@ -70,11 +70,11 @@ def test_rows_that_are_lost_are_reported(tmp_path, capfd, damage):
     rows(path, 1, 3)
     path.write_text(path.read_text() + damage, errors="surrogateescape")
     assert resumed(tmp_path, 4) == [1, 3]
-    assert f"note: {path} has no row that can be read of 2 of the 4 steps before this one" in capfd.readouterr().err
+    assert f"note: {path} lacks readable rows of 2 of the 4 steps before this one" in capfd.readouterr().err
 
 
 def test_rows_that_were_changed_are_reported(tmp_path, capfd):
-    """What a digest in the checkpoint is for: a flipped digit is JSON as well."""
+    """The checkpoint has a digest of them: a flipped digit is still JSON."""
     path = tmp_path / "metrics.jsonl"
     before = metrics(tmp_path, 0)
     before.add(1, 1e-3, StepResult(torch.tensor(1.5), None, True))
@@ -83,7 +83,7 @@ def test_rows_that_were_changed_are_reported(tmp_path, capfd):
     assert "note" not in capfd.readouterr().err
     path.write_text(path.read_text().replace("1.5", "1.7"))
     metrics(tmp_path, 1, written=before.digest)
-    printed = f"note: {path} was changed: its rows up to step 1 are not those that were written"
+    printed = f"note: {path} was changed: its rows up to step 1 differ from the checkpoint's"
     assert printed in capfd.readouterr().err
 
 

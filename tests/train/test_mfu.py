@@ -1,4 +1,4 @@
-"""MFU: a model's FLOPs against those that its step takes, and the peak of the GPU that drivers name."""
+"""MFU: the model's FLOPs beside those that its step takes, and the peak of the GPU that the driver names."""
 
 from contextlib import contextmanager
 
@@ -31,8 +31,8 @@ def counted(*, frozen=False, micro_batch_size=2, grad_accum_steps=1, **printed):
 
 
 def test_the_flops_are_those_of_a_forward_pass_three_times():
-    """Operators are counted as they run; what the loss computes beside the model has no product in it. Of the CPU's
-    own attention torch knows no FLOPs, of the products that it stands for it does."""
+    """Operators are counted as they run. The loss has no matrix product of its own. torch counts no FLOPs of the
+    CPU's fused attention, but those of the products that it stands for."""
     counting = Counting()
 
     class Phases(Witness):

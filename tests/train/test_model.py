@@ -1,4 +1,4 @@
-"""A model that cannot be trained as the config has it is refused before anything is read or made: --dry-run says so."""
+"""A model that the config cannot train is refused before anything is read or made, and by --dry-run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ARGUMENTS = yaml.safe_load(DIGITS.read_text())["model"]["kwargs"]
 
 
 def dry_run(capsys, *overrides, config=DIGITS):
-    """Exit status, stdout and stderr of `bigdit train --dry-run`, by the command's own function; of a
-    sound run without its last line, the verdict."""
+    """Exit status, stdout and stderr of `bigdit train --dry-run`, by the command's own function. A sound run's
+    verdict, the last line, is left out."""
     with pytest.raises(SystemExit) as ended:
         main(["train", "--config", str(config), *with_set([*SINGLE, *overrides]), "--dry-run"])
     printed, message = capsys.readouterr()
@@ -40,12 +40,23 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
     found = json.loads(printed)
     assert found["strategy"]["micro_batch_size"] == 16
     config = tmp_path / "run.yaml"
-    config.write_text(json.dumps(found["run"]))
+    config.write_text(printed)
     assert json.loads(dry_run(capsys, config=config)[1]) == found  # it is a run's YAML itself
 
 
+@pytest.mark.parametrize("images", ["/nowhere", ["/nowhere"], {"path": "/nowhere"}, [{"path": "/nowhere"}]])
+def test_a_source_is_set_by_the_key_that_errors_name(capsys, tmp_path, images):
+    config = tmp_path / "run.yaml"
+    document = yaml.safe_load(DIGITS.read_text())
+    document["data"] |= {"images": images, "features": "/none"}
+    config.write_text(json.dumps(document))
+    status, printed, _ = dry_run(capsys, "data.images[0].path=/elsewhere", "data.images[0].flip=true", config=config)
+    (source,) = json.loads(printed)["data"]["images"]
+    assert (status, source["path"], source["flip"]) == (0, "/elsewhere", True)
+
+
 def test_encoders_that_are_missing_are_named(capsys):
-    """Where there is no store yet, which they are to fill."""
+    """There is no store yet, which they should fill."""
     status, _, message = dry_run(capsys, "data.features=/none", "encoders.text={path: /t5}")
     assert status == 0
     assert "note: missing, and `bigdit extract` needs it to fill /none: encoders.text.path /t5\n" in message
@@ -55,7 +66,7 @@ SWAPPING = (
     *("strategy.precision=bf16_sr", "strategy.optimizer_in_backward=true", "strategy.gradient_clipping=null"),
     *("strategy.global_batch_size=16", "strategy.checkpointed_blocks=all"),
 )
-"""What trained blocks can be swapped with."""
+"""Settings that block swap of trained blocks requires."""
 
 
 @pytest.mark.parametrize(
@@ -92,9 +103,9 @@ SWAPPING = (
             "folder; fetch it by `hf download`, or name one of diffusers, or a checkpoint",
         ),
         (
-            ["model.kwargs.attention_head_dim=33"],  # taken: what the class makes of it no sample goes through
+            ["model.kwargs.attention_head_dim=33"],  # accepted: no sample goes through the model
             "model.kwargs: a step ends with a and b must have same reduction dim, but got [300, 132] X [128, 128]; the "
-            "model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit",
+            "model's arguments, such as widths, may not fit each other; if they do, this is a bug in bigdit",
         ),
         (["model.kwargs.patch_size=0"], "model.kwargs.patch_size is 0, and 1 or more was expected"),
         (["model.kwargs.num_attention_heads=0"], "model.kwargs.num_attention_heads is 0, and 1 or more was expected"),
@@ -154,10 +165,10 @@ def test_what_is_left_out_is_what_the_class_takes_for_it(capsys, tmp_path, left_
 
 
 def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path):
-    """Qwen-Image is fed patches of 2 × 2 as channels, and says how many a pixel of what it predicts has."""
+    """Qwen-Image gets patches of 2 × 2 as channels, but its out_channels counts a pixel's."""
     document = yaml.safe_load(recipe("qwen-image-lora-rtx-4090").text)
     document["model"]["init_from"] = str(tmp_path)
-    for name in ("config.json", "diffusion_pytorch_model.safetensors"):  # dry: nothing of them is read
+    for name in ("config.json", "diffusion_pytorch_model.safetensors"):  # --dry-run reads none of their content
         (tmp_path / name).touch()
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(document))
@@ -166,7 +177,7 @@ def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path)
         0,
         1,
         2,
-    )  # and the encoders are missing
+    )  # the encoders are missing, too
     vae = {"_class_name": "AutoencoderKLQwenImage"}  # 8 pixels a latent, by default
     (tmp_path / "config.json").write_text(json.dumps(vae))
     sizes = ["data.buckets=[[1024, 1000]]", f"encoders.image.path={tmp_path}"]
@@ -207,7 +218,7 @@ def test_the_folder_of_a_pipeline_is_no_transformers(capsys, tmp_path):
 
 
 def test_weights_of_another_shape_than_the_class_takes_are_refused(capsys, tmp_path):
-    """They would load, and the run could neither go on nor be drawn from."""
+    """They would load, but the run could neither resume nor be sampled."""
     (tmp_path / "config.json").write_text(json.dumps(ARGUMENTS | {"_class_name": "SanaTransformer2DModel"}))
     (tmp_path / "diffusion_pytorch_model.safetensors").touch()
     left_out = {key: value for key, value in ARGUMENTS.items() if key not in ("num_layers", "sample_size")}
@@ -237,12 +248,12 @@ def test_a_verdict_is_the_last_line(capfd, features, trained, tmp_path, steps, o
 
 
 def test_a_checkpoint_that_the_run_cannot_go_on_from_is_refused(capsys, features, trained):
-    """As training refuses it a moment later."""
+    """With training's message, before training starts."""
     chosen = (*TINY, f"data.features={features}", f"output={trained}")
     found = trained / "checkpoints/step-00000008"
     for nothing_goes_on in ((), ("data.caption_dropout=0.3", "train.steps=7", "train.warmup_steps=0")):
         status, _, message = dry_run(capsys, *chosen, *nothing_goes_on)
-        assert (status, message) == (0, f"{found} has its 8 steps already; raise train.steps to go on\n")
+        assert (status, message) == (0, f"{found} has its 8 steps already; raise train.steps to continue\n")
     status, _, message = dry_run(capsys, *chosen, "train.steps=9", "data.caption_dropout=0.3")
     assert (status, message) == (
         0,
@@ -273,7 +284,7 @@ def test_images_that_extraction_refuses_are_refused(capsys, tmp_path, features, 
 
 
 def test_what_only_a_step_shows_of_arguments_that_do_not_go_together_is_a_line_there():
-    """Some classes read values of masks before they come to what does not fit."""
+    """Some classes read values of masks before they reach what does not fit."""
     run = load_stages(DIGITS, [])[0].run
     with (
         pytest.raises(UserError, match=r"model\.kwargs: a step ends with mat1 and mat2 shapes cannot be multiplied"),

@@ -1,7 +1,7 @@
-"""Two machines train by the commands that `bigdit plan` prints for them, and take the steps of one process.
+"""Two machines train by the commands that `bigdit plan` prints, and take one process's steps.
 
-Both are this one: for torchrun and accelerate two groups of processes that meet at an address, for DeepSpeed two lines
-of a hostfile, with stubs of ssh and pdsh, which there are none of here.
+Both machines are this one. For torchrun and accelerate they are two groups of processes that meet at an address. For
+DeepSpeed they are two lines of a hostfile, with stubs of ssh and pdsh, which this machine lacks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import plans
 import pytest
 from commands import BIN, ROOT
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
+from training import launched
 
 from bigdit.config.load import parse_strategy
 from bigdit.report.how_to_run import PORT, Command, commands
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import Strategy
-from bigdit.train import main
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.processes.launch import free_port
 
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.slow
 
 STEPS = 4
 GLOBAL_BATCH = 8
-# Sums of a step's gradients over samples and processes in another order, after four steps: see test_curves.py.
+# Sums of a step's gradients have another order, here after four steps: see test_curves.py.
 TOLERANCE = 2e-5
 
 _SSH = "#!/bin/sh\necho 127.0.0.1\n"
-# Runs the command for each of the hosts here, as pdsh does by the shell of each, `%n` being its place.
+# Run the command for each host on this machine, as pdsh does in each one's shell. `%n` is the host's number.
 _PDSH = f"""#!{BIN / "python"}
 import os, shlex, subprocess, sys
 words = sys.argv[1:]
@@ -54,7 +54,7 @@ sys.exit(max(run.wait() for run in runs))
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """With the environment's programs in front, and those that reach another machine before them."""
+    """The environment's programs come first in PATH, and before them the stubs that reach another machine."""
     stubs = tmp_path / "stubs"
     stubs.mkdir()
     for name, text in (("ssh", _SSH), ("pdsh", _PDSH)):
@@ -65,7 +65,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def planned(strategy: Strategy, features: Path, folder: Path) -> Path:
-    """A plan's folder with the run that it completes, whose output is `run` there."""
+    """A plan's folder with a completed run.yaml, whose output is `run` there."""
     folder.mkdir()
     plan = plan_of(strategy, kwargs=TINY_KWARGS)
     write(plan, folder)
@@ -76,7 +76,7 @@ def planned(strategy: Strategy, features: Path, folder: Path) -> Path:
 
 
 def printed(launcher: str, strategy: Strategy, processes_per_node: int, folder: Path) -> Command:
-    """The command of a launcher that a plan of `strategy` has."""
+    """A launcher's command in a plan of `strategy`."""
     plan = plans.made_plan()
     cluster = Cluster(gpus=strategy.world_size, gpus_per_node=processes_per_node)
     request = plan.request.model_copy(update={"cluster": cluster})
@@ -87,7 +87,7 @@ def printed(launcher: str, strategy: Strategy, processes_per_node: int, folder: 
 
 
 def on_two_machines(command: Command, environment: dict[str, str]) -> None:
-    """Run it on each, which differ by NODE_RANK."""
+    """Run it on each machine; they differ by NODE_RANK."""
     port = str(free_port())
     words = [port if word == str(PORT) else word for word in command.words]
     machines = []
@@ -109,21 +109,21 @@ def reference(features: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     """The losses of one process."""
     strategy = Strategy(precision="fp32", micro_batch_size=GLOBAL_BATCH, gradient_clipping=1.0)
     folder = planned(strategy, features, tmp_path_factory.mktemp("one") / "plan")
-    assert main.main(["--config", str(folder / "run.yaml")]) == 0
+    assert launched(folder / "run.yaml", []) == 0
     found = losses(folder / "run")
     assert len(found) == STEPS
     return found
 
 
 def holds(folder: Path, strategy: Strategy, reference: list[float]) -> None:
-    """The run has the plan's strategy and one process's losses."""
+    """Check that the run has the plan's strategy and one process's losses."""
     ran = Strategy.model_validate(json.loads((folder / "run/receipt.json").read_text())["strategy"])
     assert ran.model_copy(update={"optimizer": strategy.optimizer}) == strategy
     assert losses(folder / "run") == pytest.approx(reference, rel=TOLERANCE)
 
 
 def test_two_copies_of_the_model_on_two_machines_by_torchrun(features, tmp_path, environment, reference):
-    """HSDP: sharded within a machine, averaged between them."""
+    """HSDP: sharded within a machine, averaged between machines."""
     strategy = parse_strategy(["fsdp2,world_size=4,dp_replicate=2,micro_batch_size=2,precision=fp32"])
     folder = planned(strategy, features, tmp_path / "plan")
     command = printed("torchrun", strategy, 2, folder)
@@ -137,7 +137,7 @@ def test_two_copies_of_the_model_on_two_machines_by_torchrun(features, tmp_path,
     [("fsdp2,world_size=4,micro_batch_size=2", 2), ("zero3,world_size=2,micro_batch_size=4", 1)],
 )
 def test_two_machines_by_accelerate(features, tmp_path, environment, reference, asked, processes):
-    """With so many processes on each."""
+    """With this many processes on each."""
     strategy = parse_strategy([f"{asked},precision=fp32"])
     folder = planned(strategy, features, tmp_path / "plan")
     command = printed("accelerate", strategy, processes, folder)
@@ -154,7 +154,7 @@ def hostfile(tmp_path):
 
 
 def on_the_first(words: list[str], environment: dict[str, str]) -> None:
-    """Run what starts both machines."""
+    """Run a command that starts both machines."""
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -173,7 +173,7 @@ def test_zero2_on_two_machines_of_a_hostfile(features, tmp_path, environment, re
 
 
 def test_accelerate_hands_a_hostfile_over_to_deepspeed(features, tmp_path, environment, reference, hostfile):
-    """And its options in a file that `deepspeed` reads."""
+    """With its options in a file that `deepspeed` reads."""
     strategy = parse_strategy([ZERO2])
     folder = planned(strategy, features, tmp_path / "plan")
     asked = f"--use_deepspeed --zero_stage 2 --num_machines 2 --num_processes 2 --deepspeed_hostfile {hostfile}"

@@ -1,4 +1,4 @@
-"""bigdit's own trainer on emulated GPUs: CUDA's paths through every engine and optimizer, with torch's own peaks."""
+"""bigdit's trainer on emulated GPUs: CUDA's code paths in every engine and optimizer, with torch's own peaks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
 
 
 def launched(features, output, *command, overrides=(), gpus=2, gpu="a40"):
-    """A launcher's command on emulated GPUs, as it ended."""
+    """Run a launcher's command on emulated GPUs."""
     chosen = with_set([*TINY, *STEPS, f"data.features={features}", f"output={output}", *overrides])
     with shared_state() as state:
         environment = os.environ | emulated_environment(catalog.resolve_gpu(gpu), gpus, state)
@@ -46,7 +46,7 @@ def launched(features, output, *command, overrides=(), gpus=2, gpu="a40"):
 
 
 def on_two_gpus(features, output, *command, overrides=()):
-    """Run a launcher's command on two emulated A40s; the receipt that the run wrote."""
+    """Run a launcher's command on two emulated A40s. Returns the run's receipt."""
     done = launched(features, output, *command, overrides=overrides)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "overflow" not in (done.stdout + done.stderr).lower()
@@ -55,14 +55,14 @@ def on_two_gpus(features, output, *command, overrides=()):
 
 
 def check(receipt, output, world_size):
-    """A receipt of a GPU that is not there, with the allocator's own peaks, and a whole checkpoint."""
+    """Check the receipt of an emulated GPU: the allocator's own peaks, and a whole checkpoint."""
     assert receipt["emulated"]
     assert receipt["device"] == "NVIDIA A40"
     assert receipt["strategy"]["world_size"] == world_size
     assert receipt["measured_with"] == "torch.cuda.max_memory_allocated"
     assert receipt["measured_peak_allocated_bytes"] <= receipt["measured_peak_reserved_bytes"]
     losses = [row["loss"] for row in read_metrics(output / "metrics.jsonl")]
-    assert len(set(losses)) == 3  # the digits' tensors are small, so that losses are computed, and move
+    assert len(set(losses)) == 3  # the digits' tensors are small, so that losses are computed, and change
     assert all(0.5 < loss < 5 for loss in losses), losses
     assert (output / "checkpoints/latest").read_text() == "step-00000003\n"
 
@@ -87,7 +87,7 @@ def test_fp8_trains_where_the_gpus_have_it(features, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, tmp_path):
-    """Of compiled blocks, whose kernels write nothing: no step is skipped for what its memory held before."""
+    """With compiled blocks, whose kernels write nothing: no step is skipped for old content of its memory."""
     compiled, one_block = PLANNED.model_copy(update={"compile_blocks": True}), TINY_KWARGS | {"num_layers": 1}
     plan = plan_of(compiled, kwargs=one_block, expandable_segments=True)
     write(plan, tmp_path / "plan")
@@ -120,7 +120,7 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
     for row in read_metrics(tmp_path / "run/metrics.jsonl"):
         assert row["planned_memory_bytes"] == expected.peak_allocated_bytes
         assert 0 < row["memory_bytes"] < row["peak_memory_bytes"]
-        assert row["peak_memory_bytes"] >= receipt["measured_peak_allocated_bytes"]  # which is of the first two steps
+        assert row["peak_memory_bytes"] >= receipt["measured_peak_allocated_bytes"]  # it is of the first two steps
         assert "mfu" not in row  # an emulated GPU computes nothing
     check_phases(json.loads((tmp_path / "run/run.json").read_text()), plan, receipt)
     page = (tmp_path / "run/report.html").read_text()
@@ -129,7 +129,7 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
 
 
 def check_phases(record, plan, receipt):
-    """The peaks of phases, whose highest are those of all, beside what was planned for them."""
+    """The phases' peaks, whose highest are the run's, beside the planned ones."""
     phases = record["measured"]["phases"]
     assert [each["phase"] for each in phases] == ["init", "forward", "backward", "step"]
     assert max(each["allocated_bytes"] for each in phases) == receipt["measured_peak_allocated_bytes"]
@@ -142,12 +142,12 @@ T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 KL = {"block_out_channels": [8, 16], "down_block_types": ["DownEncoderBlock2D"] * 2, "latent_channels": 4}
 KL |= {"up_block_types": ["UpDecoderBlock2D"] * 2, "norm_num_groups": 4}
 HELD = 1024
-"""Bytes: the loss and the norm of a step, which the loop reads in the next one."""
+"""Bytes: a step's loss and norm, which the loop reads in the next step."""
 
 
 @pytest.mark.slow
 def test_encoders_online_take_of_a_gpu_what_an_attempt_takes(images, tmp_path):
-    """A VAE and the digits' T5 through every phase, beside what a step takes; encoding has a phase of its own."""
+    """A VAE and the digits' T5 in every phase, beside the step's memory. Encoding has its own phase."""
     AutoencoderKL(**KL).save_pretrained(tmp_path / "vae")
     codec = f"encoders.image={{name: vae, class_name: AutoencoderKL, path: {tmp_path / 'vae'}}}"
     places = [f"data.images={images}", *ONLINE, "data.buckets=[[16, 16]]", codec]
@@ -187,7 +187,7 @@ def test_encoders_online_take_of_a_gpu_what_an_attempt_takes(images, tmp_path):
     assert {phase: found[phase] - attempted[phase] for phase in ("forward", "backward", "step")} == dict.fromkeys(
         ("forward", "backward", "step"), HELD
     )
-    # An attempt has captions that fill all tokens, whose ids are on the GPU for the whole micro-batch.
+    # An attempt's captions fill all tokens. Their ids are on the GPU for the whole micro-batch.
     assert 0 <= attempted["encode"] + HELD - found["encode"] < 2**20
 
 
@@ -231,7 +231,7 @@ def test_more_processes_than_gpus_are_a_line(features, tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "error: 2 processes of the run are on this machine, a GPU each, and torch sees 1 there: start 1 "
-        "(strategy.world_size, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)\n"
+        "(strategy.world_size, or the launcher's own number), or make more visible (CUDA_VISIBLE_DEVICES)\n"
     )
 
 
@@ -250,8 +250,9 @@ def test_a_gpu_measures_what_was_predicted_to_the_byte(features, expandable):
 
 TRAINED = """
 import json, os, sys
+from bigdit.errors import guard
 from bigdit.train.main import main
-sys.exit(main(json.loads(os.environ["ARGUMENTS"])))
+sys.exit(guard(lambda: main(json.loads(os.environ["ARGUMENTS"]))))
 """
 
 
@@ -259,7 +260,7 @@ sys.exit(main(json.loads(os.environ["ARGUMENTS"])))
 def test_gpus_that_accelerate_was_to_leave_alone_are_refused(features, tmp_path):
     overrides = (*TINY, *STEPS, *SINGLE, f"data.features={features}", f"output={tmp_path}")
     arguments = ["--config", str(DIGITS), *with_set(overrides)]
-    done = on_gpu("a40", TRAINED, ARGUMENTS=json.dumps(arguments), ACCELERATE_USE_CPU="True")  # as accelerate says it
+    done = on_gpu("a40", TRAINED, ARGUMENTS=json.dumps(arguments), ACCELERATE_USE_CPU="True")  # accelerate's words
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == (
         "error: accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the GPUs that they see; leave it "
@@ -284,9 +285,9 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_every_optimizer_steps_on_a_gpu(features, tmp_path):
-    """In one process, one after another: each trains, and its state is there when it has stepped."""
-    # CAME's confidence starts from zero, as published, so that its first steps are some ten times those of the others:
-    # at the recipe's rate it diverges, on processors too.
+    """In one process, one after another: each trains, and has its state after the step."""
+    # CAME's confidence starts from zero, as published. Its first steps are some ten times those of the others: at the
+    # recipe's rate it diverges, also on CPUs.
     rates = ("strategy.optimizer.lr=2.0e-4", "train.lr_schedule=constant")
     overrides = (*TINY, *STEPS, *SINGLE, *rates, f"data.features={features}")
     arguments = ["--config", str(DIGITS), *with_set(overrides)]

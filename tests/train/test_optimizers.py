@@ -19,7 +19,7 @@ def chosen(name):
 
 
 def tensors(found):
-    """Everything that a checkpoint holds."""
+    """All tensors of a checkpoint."""
     saved = {}
     for kind in ("master", "state.z", "state.s", "state.momentum_buffer"):
         wanted = {f"{kind}.{name}": torch.empty(shape) for name, shape in found.state["parameters"].items()}
@@ -34,7 +34,7 @@ def tensors(found):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_that_was_stopped_is_the_same_to_the_bit(features, tmp_path, name):
-    """Also where it is measured after every step: weights are changed for it, and changed back."""
+    """Also if it is validated after every step, which changes weights, and changes them back."""
     straight = run_to(4, tmp_path / "straight", features, *chosen(name), OFTEN)
     run_to(2, tmp_path / "stopped", features, *chosen(name), ONCE)
     stopped = run_to(4, tmp_path / "stopped", features, *chosen(name), ONCE)

@@ -1,4 +1,4 @@
-"""On emulated GPUs that are too small, for real: a step that runs out of memory is taken again with less of it."""
+"""On emulated GPUs that are too small: a step that runs out of memory is repeated with less of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py")
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")
 A40 = catalog.resolve_gpu("a40")
-# What its context and NCCL take of it, in MiB.
+# MiB for its context and NCCL.
 CONTEXT = -(-cuda_context(A40.compute_capability, A40.multiprocessors).high_bytes // MIB)
 NCCL = -(-nccl_buffers(A40.compute_capability, 2).high_bytes // MIB)
 HALVED = "strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0"
@@ -43,7 +43,7 @@ HALVED = "strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory, images):
-    """A store of two buckets, of which the larger one comes seldom: 16 times the tokens."""
+    """A store of two buckets. The larger one has 16 times the tokens and is rare."""
     folder, features = tmp_path_factory.mktemp("mixed"), tmp_path_factory.mktemp("store") / "features"
     for file in images.glob("*.png"):
         image = Image.open(file)
@@ -59,7 +59,7 @@ def mixed(tmp_path_factory, images):
 
 @contextmanager
 def gpus(mib, count=1):
-    """The environment of a process with emulated A40s that have so little memory."""
+    """The environment of a process with emulated A40s that have this much memory."""
     with shared_state() as state:
         small = A40.model_copy(update={"usable_mib": mib})
         environment = os.environ | emulated_environment(small, count, state) | {"OMP_NUM_THREADS": "1"}
@@ -67,7 +67,8 @@ def gpus(mib, count=1):
 
 
 def line_of(features, output, command, *overrides):
-    """A run of twelve steps; large samples come after one step with a global batch of 16, after five with 32."""
+    """The command of a run of twelve steps. Large samples come after one step with a global batch of 16, after five
+    with 32."""
     chosen = [*TINY, BUCKETS, "train.steps=12", "train.checkpoint_every=100", "train.seed=0", *overrides]
     chosen += [f"data.features={features}", f"output={output}"]
     return [str(cuda_python()), "-W", "ignore", *command, "--config", str(DIGITS), *with_set(chosen)]
@@ -81,7 +82,8 @@ def trained(environment, features, output, command, *overrides):
 
 
 def check(done, output, rank, step):
-    """After so many steps one ran out of memory; all before were saved, it was taken again, and the receipt says it."""
+    """Check that after so many steps one ran out of memory, that all before were saved, that it was repeated, and
+    that the receipt says so."""
     assert done.returncode == 0, done.stdout + done.stderr
     printed = [line for line in done.stderr.splitlines() if line.startswith("note: step ")]
     assert len(printed) == 1, done.stderr
@@ -126,7 +128,7 @@ sys.stdin.read()
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "room"), [("fsdp2", 46), ("zero3", 134)])
 def test_two_processes_start_again_together_where_one_gpu_is_partly_taken(mixed, tmp_path, engine, room):
-    """The second runs out of memory, while the first waits for it in a collective."""
+    """The second process runs out of memory while the first waits for it in a collective."""
     sizes = ("strategy.micro_batch_size=16", "strategy.global_batch_size=32")
     config = ("launch/train.py", "--ds-config", f"ds_configs/{engine}_bf16.json")
     command = TORCHRUN if engine == "fsdp2" else (*DEEPSPEED, "--master_port", str(free_port()), *config)
@@ -161,7 +163,7 @@ def test_where_nothing_is_left_to_take_it_is_one_line(mixed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["single", "fsdp2"])
 def test_what_cannot_be_kept_ends_the_run_in_a_line(mixed, tmp_path, engine):
-    """All before is saved all the same; a start that did not know would only run out of memory again."""
+    """All steps before are saved: a restart without that record would only run out of memory again."""
     (tmp_path / FILE).mkdir()
     sizes = (*SINGLE, "strategy.micro_batch_size=16", "strategy.global_batch_size=16")
     command, count, room, step = BIGDIT, 1, CONTEXT + 46, 1
@@ -180,7 +182,7 @@ def test_what_cannot_be_kept_ends_the_run_in_a_line(mixed, tmp_path, engine):
 
 @pytest.mark.slow
 def test_a_signal_while_they_start_again_ends_them_in_order(mixed, tmp_path):
-    """It comes when all is saved and kept; the same command resumes from there."""
+    """It comes when all is saved and recorded. The same command resumes from there."""
     sizes = (*FSDP2, "strategy.world_size=2", "strategy.micro_batch_size=16", "strategy.global_batch_size=32")
     with gpus(CONTEXT + NCCL + 46, 2) as environment:
         line = line_of(mixed, tmp_path, BIGDIT, *sizes)
@@ -260,7 +262,7 @@ def test_a_file_of_other_settings_or_a_damaged_one_is_a_note_and_left_out(tmp_pa
     assert "since a step ran out of memory before" in capsys.readouterr().err
     other = STRATEGY.model_copy(update={"world_size": 2, "engine": "fsdp2"})
     assert read_oom_fallback(tmp_path, other).now == other
-    assert "is of other settings than this run's, and is not used" in capsys.readouterr().err
+    assert "is for other settings than this run's, and is not used" in capsys.readouterr().err
     (tmp_path / FILE).write_text((tmp_path / FILE).read_text().replace('"now"', '"how"'))
     assert read_oom_fallback(tmp_path, STRATEGY).now == STRATEGY
     assert "is not used (it is damaged)" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The learning rate of a step: warm-up, and what comes after it, against torch's schedulers and the papers."""
+"""The learning rate of a step, in warm-up and after it, beside torch's schedulers and the papers."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def rates(chosen):
 
 @st.composite
 def schedules(draw):
-    """Any that a config is taken with, of few steps."""
+    """Every schedule that a config allows, with few steps."""
     kind = draw(st.sampled_from(["constant", "cosine", "wsd"]))
     steps = draw(st.integers(1, 60))
     decay = draw(st.integers(1, steps)) if kind == "wsd" else None
@@ -57,7 +57,7 @@ def test_a_rate_rises_to_the_peak_stays_and_falls_towards_the_least(chosen):
 
 @given(schedules(), st.integers(1, 60))
 def test_a_longer_course_has_the_same_rates_until_its_fall(chosen, more):
-    """What wsd is for: a run resumes with more steps from before its fall, as if it had never been shorter."""
+    """The purpose of wsd: a run resumes with more steps from before the fall, as if it had never been shorter."""
     train = chosen.train
     fall = {"constant": 0, "cosine": train.steps - train.warmup_steps, "wsd": train.decay_steps}[train.lr_schedule]
     longer = chosen.model_copy(update={"train": train.model_copy(update={"steps": train.steps + more})})
@@ -87,7 +87,7 @@ def test_wsd_falls_as_one_minus_the_root_in_the_last_steps():
     """arXiv:2405.18392: a quarter through its fall it has lost half."""
     chosen = run(1e-3, steps=100, warmup_steps=10, lr_schedule="wsd", decay_steps=16, min_lr=1e-4)
     found = rates(chosen)
-    assert found[9:85] == [1e-3] * 76  # the last of them is where the fall begins
+    assert found[9:85] == [1e-3] * 76  # the fall begins at the last of them
     assert found[88] == pytest.approx(1e-4 + 9e-4 * 1 / 2)
     assert found[93] == pytest.approx(1e-4 + 9e-4 * 1 / 4)
     assert found[99] == pytest.approx(1e-4 + 9e-4 * (1 - (15 / 16) ** 0.5))

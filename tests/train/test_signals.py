@@ -22,7 +22,7 @@ def resumed(stderr):
 
 @pytest.mark.slow
 def test_bigdit_train_saves_on_a_signal_and_takes_its_processes_with_it(features, tmp_path):
-    """SLURM's warning, then the same command again, which somebody kills."""
+    """SLURM's warning; then the same command again, which is killed."""
     output = tmp_path / "run"
     with running(BIGDIT, features, output, *FSDP2) as run:
         run.until_it_trains().process.send_signal(signal.SIGUSR1)
@@ -71,7 +71,7 @@ def test_torchrun_hands_the_signal_on_and_its_workers_end_with_it(features, tmp_
 
 @pytest.mark.slow
 def test_a_signal_to_deepspeed_saves(features, tmp_path):
-    """`deepspeed` dies of it, and so does not hand it on."""
+    """The signal ends `deepspeed` itself, so that it does not pass it on."""
     output = tmp_path / "run"
     deepspeed = (BIN / "deepspeed", "--num_gpus", 2, "--master_port", free_port(), TRAIN)
     with running(deepspeed, features, output, *ZERO2) as run:
@@ -85,7 +85,7 @@ def test_a_signal_to_deepspeed_saves(features, tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_once_saves(features, tmp_path):
-    """As a terminal sends it: to the whole group."""
+    """As a terminal sends it, to the whole group."""
     output = tmp_path / "run"
     with running(BIGDIT, features, output, *SINGLE) as run:
         run.until_it_trains()
@@ -99,7 +99,7 @@ def test_ctrl_c_once_saves(features, tmp_path):
     assert f"{step:,} of 1,000,000 steps" in (output / "report.html").read_text()
 
 
-# What waits for signals while its main thread hangs, as in a collective whose peer has gone.
+# Wait for signals while the main thread hangs, as in a collective whose peer is gone.
 _HANGS = """
 import sys, time
 from bigdit.dist import World
@@ -115,7 +115,7 @@ with stop.listening():
 
 
 def hanging(grace, where, *signals):
-    """The exit status, stderr and seconds of a process that hangs, and gets signals 0.7 s apart."""
+    """The exit status, stderr and seconds of a process that hangs and gets signals 0.7 s apart."""
     process = subprocess.Popen(
         [sys.executable, "-c", _HANGS, str(grace), where],
         stdout=subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""A step whose gradients are not finite changes nothing; it is said with its samples, and too many end the run."""
+"""A step with gradients that are not finite changes nothing. It is logged with its samples, and too many end the
+run."""
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from bigdit.train.step import train_step
 
 
 def after(strategy, *batches):
-    """The whole state after a step on each of these batches, and which of them were taken."""
+    """The whole state after a step on each batch, and which steps were taken."""
     torch.manual_seed(0)  # of stochastic rounding
     engine, family = started(strategy)
     ema = ema_of(engine)
@@ -54,7 +55,7 @@ def test_a_step_on_nan_changes_no_bit(strategy):
     assert any(not torch.equal(state[name], before[name]) for name in before if name.startswith("master."))
 
 
-# Only what rank 1 is fed is not finite, and no process steps.
+# Only rank 1's batch is not finite, and no process steps.
 _SHARDED = """
 import json, sys
 import torch, torch.distributed as dist
@@ -129,7 +130,7 @@ def test_no_process_steps_where_one_has_a_nan(tmp_path):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Every read of row 3 of the first bucket in part 0 has an infinity among its text; it is the source's number 9."""
+    """Each read of row 3 of the first bucket in part 0, the source's number 9, has an infinity in its text."""
     read = BatchReader.read
 
     def poison(self, bucket, parts, rows, seeds):
@@ -142,7 +143,7 @@ def poisoned(monkeypatch):
 
 
 def test_a_skipped_step_is_reported_with_its_sample(features, tmp_path, poisoned, capfd):
-    assert run(features, tmp_path, "train.steps=15") == 0  # of 16 samples: an epoch of 240
+    assert run(features, tmp_path, "train.steps=15") == 0  # with 16 samples; an epoch has 240
     printed = " ".join(capfd.readouterr().err.split())
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 16))

@@ -1,5 +1,4 @@
-"""The jobs of launch/slurm on a real SLURM of two machines: disturbed ones leave what an undisturbed run does, to the
-bit."""
+"""The jobs of launch/slurm on a real SLURM with two machines: disturbed runs equal an undisturbed one to the bit."""
 
 import getpass
 import json
@@ -41,7 +40,7 @@ def no_job_is_left(slurm):
 
 
 def written(output):
-    """What its steps and its exported weights are."""
+    """A run's steps and its exported weights."""
     return rows_of(output), {name: weight.tobytes() for name, weight in weights_of(output).items()}
 
 
@@ -57,8 +56,8 @@ def send(signum, pids):
 
 @pytest.mark.timeout(1200)
 def test_a_job_resumes_whatever_ends_it(slurm, features, tmp_path):
-    """Its time limit, once a machine that is drained meanwhile is back; then the loss of a machine, and then a job that
-    is more urgent."""
+    """Its time limit, until a machine that was drained meanwhile is back; then the loss of a machine; then a more
+    urgent job."""
     output = tmp_path / "run"
     run = training(slurm, features, output, *FSDP2, options=("--time=60", "--signal=USR1@90"))
     send(signal.SIGSTOP, run.until_it_trains().ranks())  # SLURM looks at limits each 30 s; its signal wakes them
@@ -75,7 +74,7 @@ def test_a_job_resumes_whatever_ends_it(slurm, features, tmp_path):
     assert f"step {int(step)}" in run.stderr.partition("resuming from")[2]
     assert run.stderr.count(f"wrote {output}/report.html\n") == 1
 
-    send(signal.SIGSTOP, ranks)  # it hangs, as processes do whose peer is gone
+    send(signal.SIGSTOP, ranks)  # it hangs, like processes whose peer is gone
     slurm.run("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=lost")
     until(lambda: ended(ranks))
     slurm.run("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
@@ -96,9 +95,9 @@ def test_a_second_job_on_an_output_is_refused_and_the_first_ends_when_it_is_canc
     output = tmp_path / "run"
     run = training(slurm, features, output, *ZERO2, "train.steps=1000000")
     ranks = run.until_it_trains().ranks()
-    send(signal.SIGSTOP, ranks)  # it leaves its cores to the other
+    send(signal.SIGSTOP, ranks)  # it leaves its cores to the other job
     second = training(slurm, features, output, *ZERO2, options=("--output", tmp_path / "second.log"))
-    assert second.ends(within=LIMIT_S)  # 1, or the 143 of a task that srun ended for it
+    assert second.ends(within=LIMIT_S)  # 1, or 143 for a task that srun ended for it
     printed = (tmp_path / "second.log").read_text()
     assert printed.count(f"error: output {output} is in use by process {ranks[0]} on ") == 1, printed
     assert second.process.restarts() == 0
@@ -112,7 +111,7 @@ def test_a_second_job_on_an_output_is_refused_and_the_first_ends_when_it_is_canc
 
 
 def test_an_array_encodes_what_one_machine_does_though_a_task_is_lost(slurm, images, tmp_path):
-    """One of its tasks is queued again while it encodes."""
+    """One of its tasks is requeued while it encodes."""
     settings = [f"data.images={images}", "data.part_size=20"]
     right = load_run(DIGITS, [*settings, f"data.features={tmp_path}/right"])
     extract(right, model_spec(right.model), workers=1)
@@ -131,7 +130,7 @@ def test_an_array_encodes_what_one_machine_does_though_a_task_is_lost(slurm, ima
 
 @pytest.mark.parametrize("starts", ["sbatch", "salloc"])
 def test_an_emulated_command_may_be_slurm_s(starts, slurm, tmp_path):
-    """Each machine's tasks have the GPUs of that machine, which the job's environment names."""
+    """Each machine's tasks have that machine's GPUs, which the job's environment names."""
     uses = "import torch; torch.ones(1 << 20, device='cuda').sum().item()"
     emulate = (BIN / "bigdit", "emulate", "--gpu=a40", "--nodes=2", "--json", "--")
     job = {
@@ -145,7 +144,7 @@ def test_an_emulated_command_may_be_slurm_s(starts, slurm, tmp_path):
 
 
 def test_emulated_gpus_are_allocated(slurm, tmp_path):
-    """Two tasks of a machine of two GPUs have one each; a third GPU is none of the machine's."""
+    """Two tasks on a machine of two GPUs have one each. A third GPU is refused."""
     environment = slurm.environment | emulated_environment(catalog.gpu("a40"), len(GPUS))
     asks = "import torch; print(torch.cuda.device_count(), torch.cuda.get_device_properties(0).uuid)"
     words = ("--wait", "--nodes=1", "--ntasks=2", "--gpus-per-task=1", f"--output={tmp_path}/seen")

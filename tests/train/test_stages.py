@@ -1,4 +1,4 @@
-"""A run's stages, for real: run through, or killed anywhere, its weights are the same to the bit."""
+"""A run's stages: run through, or killed anywhere, its weights are the same to the bit."""
 
 import json
 import shutil
@@ -13,6 +13,7 @@ from running import until
 from safetensors.torch import load_file
 
 from bigdit import cli
+from bigdit.errors import guard
 from bigdit.train import main
 from bigdit.train.monitor.metrics import read_metrics
 
@@ -29,7 +30,7 @@ BORDER, END = 8, 16
 
 @pytest.fixture(scope="session")
 def staged(once, images, features):
-    """A run's YAML: the digits as they are, and at twice their side; half the micro-batch, and another rate."""
+    """A run's YAML: the digits as they are, and at twice their size, with half the micro-batch and another rate."""
 
     def make(folder):
         folder.mkdir()
@@ -52,7 +53,7 @@ def settings(output, engine):
 
 
 def through(staged, output, engine):
-    """From the first step to the last, by one command; what it said."""
+    """Train from the first step to the last, by one command. Returns the output."""
     if engine == "fsdp2":
         done = run_ranks(2, "-m", "bigdit.train", "--config", staged, *settings(output, engine))
     else:
@@ -62,7 +63,7 @@ def through(staged, output, engine):
 
 
 def ended(staged, output, engine, step, signum=signal.SIGKILL):
-    """The status of a run that is sent a signal as soon as the checkpoint of this step is there, and what it said."""
+    """Send a signal to a run as soon as this step's checkpoint is there. Returns its status and output."""
     command = [BIN / "bigdit", "train", "--config", staged, *settings(output, engine)]
     latest, log = output / "checkpoints/latest", output.with_suffix(".log")
     with open(log, "w") as printed:
@@ -80,7 +81,7 @@ def ended(staged, output, engine, step, signum=signal.SIGKILL):
 
 
 def killed(staged, output, engine, step):
-    """`kill -9` of `bigdit train`, and so by the kernel of its processes; the newest checkpoint that it left."""
+    """`kill -9` of `bigdit train`, and so of its processes. Returns the newest checkpoint that it left."""
     assert ended(staged, output, engine, step)[0] == -signal.SIGKILL
     return reached(output)
 
@@ -90,7 +91,7 @@ def reached(output):
 
 
 def course(output):
-    """What each step was, and the weights at its end."""
+    """Each step's figures, and the final weights."""
     rows = [(row["step"], row["stage"], row["lr"], row["loss"]) for row in read_metrics(output / "metrics.jsonl")]
     return rows, load_file(output / f"exports/step-{END:08d}/transformer/diffusion_pytorch_model.safetensors")
 
@@ -113,9 +114,9 @@ def test_one_command_goes_through_all_stages(alone):
     printed, (rows, _) = (alone / "said").read_text(), course(alone)
     assert [row[:2] for row in rows] == [(step, int(step > BORDER)) for step in range(1, END + 1)]
     assert [row[2] for row in rows[:3]] == [1e-3, 2e-3, 2e-3]  # it warms up in the first
-    assert rows[BORDER][2] == 1e-3  # and the rate begins again in the second
+    assert rows[BORDER][2] == 1e-3  # the rate begins again in the second
     assert rows[BORDER + 1][2] < 1e-3
-    assert "stages.0 is done; the processes start again for stages.1" in printed
+    assert "stages.0 is done; the processes restart for stages.1" in printed
     assert (
         f"resuming from {alone}/checkpoints/step-{BORDER:08d}, step {BORDER} stages.1: steps {BORDER + 1} to 16 of 16"
         in printed
@@ -133,7 +134,7 @@ def test_one_command_goes_through_all_stages(alone):
 
 @pytest.mark.slow
 def test_killed_in_either_stage_or_between_a_run_continues(staged, alone, tmp_path):
-    """Its order, its rates and its weights are those of the run that nobody killed."""
+    """Order, rates and weights equal those of an undisturbed run."""
     assert killed(staged, tmp_path, "single", 2) < BORDER
     assert killed(staged, tmp_path, "single", BORDER) == BORDER
     assert BORDER < killed(staged, tmp_path, "single", BORDER + 2) < END
@@ -143,9 +144,10 @@ def test_killed_in_either_stage_or_between_a_run_continues(staged, alone, tmp_pa
 
 @pytest.mark.slow
 def test_several_processes_start_again_together(staged, tmp_path):
-    """Killed at the border. They have no launcher: the first one's store, in which they meet, starts again too."""
+    """Killed at the border. They have no launcher: the store in the first process, where they meet, starts again,
+    too."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert through(staged, straight, "fsdp2").count("start again for stages.1") == 1
+    assert through(staged, straight, "fsdp2").count("restart for stages.1") == 1
     assert BORDER <= killed(staged, stopped, "fsdp2", BORDER) < END
     through(staged, stopped, "fsdp2")
     same(course(stopped), course(straight))
@@ -153,9 +155,10 @@ def test_several_processes_start_again_together(staged, tmp_path):
 
 @pytest.mark.slow
 def test_zero3_goes_over_a_border_between_kills(staged, tmp_path):
-    """Its weights lie in parts on both processes, which DeepSpeed's launcher starts: killed within either stage."""
+    """Its weights are sharded over both processes, which DeepSpeed's launcher starts. It is killed within either
+    stage."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert through(staged, straight, "zero3").count("start again for stages.1") == 1
+    assert through(staged, straight, "zero3").count("restart for stages.1") == 1
     assert killed(staged, stopped, "zero3", BORDER // 2) < BORDER
     assert BORDER < killed(staged, stopped, "zero3", BORDER + 2) < END
     through(staged, stopped, "zero3")
@@ -164,7 +167,7 @@ def test_zero3_goes_over_a_border_between_kills(staged, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_between_two_stages_ends_the_run(staged, tmp_path):
-    """At the border, where it is saved, or while the processes start again."""
+    """At the border, where it saves, or while the processes start again."""
     status, printed = ended(staged, tmp_path / "run", "single", BORDER, signal.SIGTERM)
     assert status == 128 + signal.SIGTERM
     assert "Traceback" not in printed
@@ -172,16 +175,16 @@ def test_a_signal_between_two_stages_ends_the_run(staged, tmp_path):
 
 
 def refused(capsys, staged, output, *overrides):
-    assert main.main(["--config", str(staged), *settings(output, "single"), *with_set(overrides)]) == 1
+    assert guard(lambda: main.main(["--config", str(staged), *settings(output, "single"), *with_set(overrides)])) == 1
     return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("steps", "begins"),
-    [(9, 9), (7, 7), (END, 0)],  # seven: fewer in all than were taken; all: to where the checkpoint is
+    [(9, 9), (7, 7), (END, 0)],  # seven: fewer in all than were taken; all: up to the checkpoint
 )
 def test_a_border_does_not_move_beneath_a_checkpoint(staged, alone, tmp_path, capsys, steps, begins):
-    """Its order would be another one."""
+    """Its order would change."""
     output = tmp_path / "run"
     shutil.copytree(alone, output)
     moved = f"stages.0.train.steps={steps}"
@@ -217,8 +220,8 @@ def test_a_dry_run_prints_each(staged):
     assert done.returncode == 0, done.stderr
     low, high = json.loads(done.stdout)["stages"]
     assert (low["strategy"]["grad_accum_steps"], high["strategy"]["grad_accum_steps"]) == (2, 4)
-    assert high["run"]["data"]["buckets"] == [[16, 16]]
-    assert high["run"]["stages"] == []
+    assert high["data"]["buckets"] == [[16, 16]]
+    assert high["stages"] == []
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ok: stages.0: ")
     assert "; stages.1: " in last

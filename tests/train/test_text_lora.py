@@ -1,4 +1,4 @@
-"""LoRA of the CLIP text encoders, in the step: SD3 and Flux.1, beside a plain loop of PyTorch and peft."""
+"""LoRA of the CLIP text encoders in the step, for SD3 and Flux.1, beside a plain loop of PyTorch and peft."""
 
 import json
 import os
@@ -42,13 +42,13 @@ CASES = {
 }
 BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
 HELD = 1024
-"""Bytes: the loss and the norm of a step, which the loop reads in the next one."""
+"""Bytes: a step's loss and norm, which the loop reads in the next step."""
 TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj"]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    """The name of a pipeline, and the config of a run over four images and its tiny encoders."""
+    """A pipeline's name, and the config of a run over four images and its tiny encoders."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     class_name, kwargs, _ = CASES[name]
     for number in range(4):
@@ -103,7 +103,7 @@ def _model(run):
 
 
 def test_loss_and_gradients_are_those_of_a_plain_loop_with_peft(case):
-    """diffusers' encode_prompt and peft's adapters in q, k, v and out, a dropped caption, two micro-batches."""
+    """diffusers' encode_prompt, peft's adapters in q, k, v and out, a dropped caption, and two micro-batches."""
     name, path = case
     run = load_run(path)
     spec, family, model = _model(run)
@@ -242,7 +242,7 @@ def test_diffusers_loads_an_export_and_generates_from_the_texts_that_bigdit_samp
 
 
 def test_comfyui_reads_the_names_of_an_export(case, trained):
-    """ComfyUI's comfy/lora.py, model_lora_keys_clip: clip_l is text_encoder, and clip_g text_encoder_2."""
+    """By ComfyUI's comfy/lora.py, model_lora_keys_clip: clip_l is text_encoder, and clip_g text_encoder_2."""
     name, _ = case
     file = trained / "exports/step-00000003/transformer/pytorch_lora_weights.safetensors"
     of_text = {each for each in load_file(file) if not each.startswith("transformer.")}
@@ -257,7 +257,7 @@ def test_comfyui_reads_the_names_of_an_export(case, trained):
 
 @pytest.mark.parametrize("names", ["checkpoint", "export", "kohya"])
 def test_a_run_starts_from_adapters_of_text_encoders(case, trained, tmp_path, names):
-    """A checkpoint, an export, or a file in kohya's names, with its alpha."""
+    """From a checkpoint, an export, or a file with kohya's names and alpha."""
     _, path = case
     source = {"checkpoint": trained / "checkpoints/step-00000003", "export": trained / "exports/step-00000003"}.get(
         names
@@ -304,7 +304,7 @@ def test_what_text_encoders_exclude_is_an_error_of_one_line(case):
 
 @pytest.mark.slow
 def test_a_run_takes_of_an_emulated_gpu_what_an_attempt_takes(case, tmp_path):
-    """The activations of CLIP last from encoding to the backward pass, and its adapters have masters and state."""
+    """CLIP's activations last from encoding to the backward pass. Its adapters have masters and optimizer state."""
     name, path = case
     settings = [f"output={tmp_path / 'run'}", "train.export_every=null", "strategy.ema=null"]
     command = [str(cuda_python()), "-W", "ignore", *BIGDIT, "--config", str(path), *with_set(settings)]

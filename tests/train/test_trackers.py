@@ -1,17 +1,17 @@
-"""Rows for trackers: what TensorBoard reads of them, a run that resumes, and trackers that fail."""
+"""Rows for trackers: what TensorBoard reads of them, a resumed run, and trackers that fail."""
 
 import json
 import os
 import time
 
 import pytest
-from commands import DIGITS, SINGLE, TINY, with_set
+from commands import DIGITS, SINGLE, TINY
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
-from training import run_to
+from training import launched, run_to
 
-from bigdit.train import main, prepare
+from bigdit.train import prepare
 from bigdit.train.monitor import trackers
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.monitor.trackers import Trackers
@@ -27,9 +27,9 @@ def scalars(output, tag):
 def test_tensorboard_has_every_step_once_also_of_a_run_that_continues(features, tmp_path):
     chosen = ("trackers=[tensorboard]", "validation.samples=8", "validation.every=3", "validation.times=[0.5]")
     run_to(3, tmp_path, features, *chosen)
-    with SummaryWriter(tmp_path / "tensorboard") as killed:  # a start that had no time to save what it did
+    with SummaryWriter(tmp_path / "tensorboard") as killed:  # a start that could not save its steps
         killed.add_scalar("loss", 99.0, 4)
-    time.sleep(1)  # TensorBoard reads files by the second of their making, then by the number of who made them
+    time.sleep(1)  # TensorBoard orders files by the second of their creation, then by their process
     run_to(5, tmp_path, features, *chosen)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert scalars(tmp_path, "loss") == [(row["step"], pytest.approx(row["loss"])) for row in rows]
@@ -78,7 +78,7 @@ def test_wandb_takes_rows_and_images_in_any_order(tmp_path, monkeypatch):
         trackers.add([{"step": 1, "loss": 3.0}])
         trackers.show(4, tmp_path / "grid.png")  # its rows come later
         trackers.add([{"step": step, "loss": 1.0} for step in (2, 3, 4, 5)])
-        trackers.show(2, tmp_path / "grid.png")  # it took long to decode
+        trackers.show(2, tmp_path / "grid.png")  # slow to decode
     logged = [json.loads(line) for line in (tmp_path / "logged").read_text().splitlines()]
     assert all(axes == {"*": "step"} for axes, _ in logged)
     rows, images = ([values for _, values in logged if key in values] for key in ("loss", "samples"))
@@ -117,7 +117,7 @@ def test_other_processes_and_runs_without_trackers_start_nothing(tmp_path, monke
 def test_a_package_that_is_missing_is_named_before_anything_begins(monkeypatch, capfd):
     monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
     overrides = [*TINY, *SINGLE, "trackers=[tensorboard,mlflow]", "output=/nowhere"]
-    assert main.main(["--config", str(DIGITS), *with_set(overrides)]) == 1
+    assert launched(DIGITS, overrides) == 1
     assert capfd.readouterr().err.splitlines() == [
         "error: trackers has tensorboard, and its package is missing; pip install 'bigdit[trackers]'",
         "error: trackers has mlflow, and its package is missing; pip install mlflow",

@@ -1,4 +1,4 @@
-"""The loss of validation samples: what it is, alike on every engine, and nothing of training changes by it."""
+"""The validation loss: its value, equal on every engine, and without effect on training."""
 
 import json
 import shutil
@@ -35,12 +35,12 @@ HELD = ("validation.samples=24", "validation.times=[0.25,0.75]", "train.checkpoi
 
 @pytest.fixture(scope="module")
 def rows(features, tmp_path_factory):
-    """Of runs that are measured at every second step, at the last one alone, and that stop between."""
+    """The rows of runs that validate at every second step, at the last one alone, and with a stop between."""
     base = tmp_path_factory.mktemp("runs")
     outputs = {name: base / name for name in ("often", "once", "stopped")}
     run_to(4, outputs["often"], features, *HELD, "validation.every=2")
     run_to(4, outputs["once"], features, *HELD, "validation.every=99")
-    shutil.copytree(outputs["often"], outputs["stopped"])  # and set back to its first checkpoint
+    shutil.copytree(outputs["often"], outputs["stopped"])  # set back to its first checkpoint
     shutil.rmtree(outputs["stopped"] / "checkpoints/step-00000004")
     (outputs["stopped"] / "checkpoints/latest").write_text("step-00000002\n")
     run_to(4, outputs["stopped"], features, *HELD, "validation.every=2")
@@ -93,13 +93,13 @@ def store(tmp_path_factory):
 
 
 def rounded(average):
-    """To bf16 as the exchange rounds: to the nearest, and what lies between two away from zero."""
+    """Round to bf16 as the exchange does: to the nearest, with ties away from zero."""
     steps = (average.view(torch.int32) + (1 << 15)) >> 16
     return (steps << 16).view(torch.float32)
 
 
 def measured(store, chosen, *, taken_from=None):
-    """An engine after a step, or with the average of one, its average and its validation."""
+    """An engine after a step, or with its EMA; its EMA and its validation."""
     lora = chosen.lora is not None
     family = models.family(SPEC.class_name)
     model = models.build(SPEC, device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
@@ -129,7 +129,7 @@ def test_the_loss_of_the_ema_is_that_of_a_model_with_these_weights(store, printe
 
 
 def test_it_takes_less_memory_than_a_step(store):
-    """Beside what stays: neither gradients nor what a backward pass needs, and the average changes places in chunks."""
+    """It needs neither gradients nor what a backward pass saves. The EMA is swapped in by chunks."""
     engine, ema, validation = measured(store, strategy(micro_batch_size=4, precision="fp32"))
     batch = stream_of(store, micro=4).micro_batches(1)
     peaks = []
@@ -147,13 +147,13 @@ def test_it_takes_less_memory_than_a_step(store):
 
 @pytest.fixture(scope="module")
 def everywhere(store, tmp_path_factory):
-    """What validation_losses.py finds, in one launch."""
+    """The findings of validation_losses.py, in one launch."""
     answer = tmp_path_factory.mktemp("answers") / "answer.json"
     run_two(ROOT / "tests/train/validation_losses.py", store.root, answer)
     return json.loads(answer.read_text())
 
 
-# Tolerances are those of tests/engines/test_curves.py for bf16: engines round gradients and gathered weights otherwise.
+# test_curves.py's tolerances for bf16: engines round gradients and gathered weights differently.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "one"),
@@ -174,7 +174,7 @@ def test_two_processes_find_what_one_does(everywhere, engine, one):
 
 @pytest.mark.slow
 def test_state_and_random_numbers_are_left_as_they_were(everywhere):
-    """Where updates are rounded by random numbers, too, which processes draw for themselves."""
+    """Also where updates are rounded by random numbers, which each process draws for itself."""
     assert all(row["kept"] for rows in everywhere.values() for row in rows)
     assert all(name in row for name in LOSSES for row in everywhere["fsdp2 sr"])
 

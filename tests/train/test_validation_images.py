@@ -1,4 +1,4 @@
-"""Validation images: those that `bigdit sample` draws of the same weights, at no cost to training's numbers."""
+"""Validation images equal those that `bigdit sample` makes of the same weights, and do not affect training."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ ROUNDING = 1  # other batch sizes take other kernels: one step of 255 at a round
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What is handed to the grid, by its number."""
+    """The images handed to the grid, by their number."""
     found = []
     monkeypatch.setattr(images, "grid_png", lambda each, captions: found.append((each, list(captions))) or png(each))
     return found
@@ -80,7 +80,7 @@ def test_what_fails_is_a_line_and_training_continues(features, tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [("strategy.engine=fsdp2", "strategy.ds_config=null"), ()], ids=["fsdp2", "zero3"])
 def test_two_processes_draw_what_one_does(features, tmp_path, engine):
-    """Three images on two processes of micro-batches of one: the last one is drawn twice, and counts once."""
+    """Three images on two processes with micro-batches of one: the last is generated twice, and counts once."""
     document = (ROOT / "ds_configs/zero2.json").read_text().replace('"stage": 2', '"stage": 3')
     (tmp_path / "ds.json").write_text(document)
     more = engine or (f"strategy.ds_config={tmp_path / 'ds.json'}",)

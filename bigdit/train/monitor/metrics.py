@@ -1,7 +1,7 @@
-"""What each step did: `metrics.jsonl`, the figures on the terminal, and model FLOPs utilisation.
+"""The metrics of each step: `metrics.jsonl`, the figures on the terminal, and model FLOPs utilisation (MFU).
 
-MFU is the FLOPs that a model needs for what it learns from, as a share of the GPU's. Source: Chowdhery et al.,
-arXiv:2204.02311, appendix B: recomputation does not count.
+MFU: the FLOPs that a model's forward and backward passes need, as a share of the GPU's peak; recomputation does not
+count. Source: Chowdhery et al., arXiv:2204.02311, appendix B.
 """
 
 from __future__ import annotations
@@ -47,20 +47,22 @@ _META = torch.device("meta")
 
 
 class Mfu:
-    """`peak`: FLOPs a second of the GPUs that share a sample. Each shape of a micro-batch is counted once, on tensors
-    without data."""
+    """Counts FLOPs once for each shape of a micro-batch, on meta tensors.
+
+    `peak`: FLOPs a second of the GPUs that share a sample.
+    """
 
     def __init__(self, spec: ModelSpec, family: Family, peak: float, *, frozen: bool) -> None:
-        """`frozen`: the model's own weights are (LoRA). Adapters are not counted."""
+        """`frozen`: only adapters are trained (LoRA); their FLOPs are not counted."""
         self.peak = peak
         self._family = family
         self._model = models.outline(spec).eval()
-        self._passes = 2 if frozen else 3  # gradients of activations take a forward pass each, those of weights another
+        # Gradients of activations cost as much as a forward pass, and so do gradients of weights.
+        self._passes = 2 if frozen else 3
         self._known: dict[tuple[torch.Size, ...], int | None] = {}
 
     def flops(self, micro_batches: Sequence[Micro]) -> int | None:
-        """Of a step over them, forward and backward. None for a model that reads values, which needs data, and with
-        features online: encoders are no part of the model."""
+        """The FLOPs of a step, forward and backward. None for a model that reads values, and with features online."""
         counts = [self._forward(batch) if isinstance(batch, Batch) else None for batch in micro_batches]
         known = [count for count in counts if count is not None]
         return self._passes * sum(known) if len(known) == len(counts) else None
@@ -76,13 +78,13 @@ class Mfu:
         with FlopCounterMode(display=False) as counter:
             try:
                 self._family.predict(self._model, batch.latents, torch.zeros(len(batch.latents), device=_META), batch)
-            except NotImplementedError:  # it reads values, such as a mask's lengths: no MFU is shown
+            except NotImplementedError:  # it reads values, such as a mask's lengths, which meta tensors lack
                 return None
         return counter.get_total_flops()
 
 
 def mfu_of(spec: ModelSpec, family: Family, strategy: Strategy, device: torch.device, *, emulated: bool) -> Mfu | None:
-    """None on a CPU, on a GPU outside the catalogue, and on an emulated one, which computes nothing."""
+    """None on a CPU, on a GPU that the catalogue lacks, and on an emulated GPU, which computes nothing."""
     if device.type != "cuda" or emulated:
         return None
     gpu = torch.cuda.get_device_properties(device)
@@ -91,7 +93,7 @@ def mfu_of(spec: ModelSpec, family: Family, strategy: Strategy, device: torch.de
 
 
 def peak_flops(name: str, nbytes: int, precision: Precision) -> float | None:
-    """FLOPs a second of the GPU that its driver calls `name`, with `nbytes` as torch sees them. None: the catalogue
+    """The peak FLOPs a second of a GPU, by its driver's `name` and the bytes that torch sees; None if the catalogue
     lacks it."""
     gpus = named(name)
     if not gpus:
@@ -105,10 +107,9 @@ FLUSH_EVERY = 10
 
 
 class Metrics:
-    """Collects step results on the device. Every ten steps, and after a skipped one, it averages, writes and shows
-    them.
+    """Collects results on the device; averages, writes and shows them every ten steps and after a skipped one.
 
-    An averaged loss waits for all processes, so not every step has one. They exchange numbers through CPU memory.
+    Averaging waits for all processes, so it is not done at every step. They exchange numbers through CPU memory.
     """
 
     def __init__(
@@ -130,12 +131,11 @@ class Metrics:
         collectives: Collectives | None = None,
         cp: int = 1,
     ) -> None:
-        """`name_samples(step)` ends a line about the step's loss; `memory()` is a row's memory. `cp` processes share a
+        """`name_samples(step)`: text that names a step's samples. `memory()`: a row's memory. `cp`: processes per
         sample.
 
-        `written`: the digest of the rows at the checkpoint of step `start`. `planned_bytes` and `mfu`: where they are
-        known. `stage`: its number, where a run has several. `trackers` get the rows too. `collectives`: of several
-        processes, which then have seconds by rank.
+        `written`: the digest of the rows at the checkpoint of step `start`. `stage`: its number in a run with several.
+        `trackers` get the rows too. `collectives`: given with several processes; rows then have seconds by rank.
         """
         self._peers = peers
         self._name_samples = name_samples
@@ -144,14 +144,14 @@ class Metrics:
         self._images = images
         self._stop = stop
         self._pending: list[tuple[int, float, StepResult, Mapping[str, Any]]] = []
-        self._skipping, self._named = list[Sequence[str]](), set[str]()  # of each pending step; of all steps
+        self._skipped_names, self._logged = list[Sequence[str]](), set[str]()  # of each pending step; of all steps
         self._copy = peers.world.rank % cp > 0
         self.skipped_samples = 0
         self._validated: dict[str, Any] = {}
         self.path = output / METRICS
         self._digest = xxhash.xxh3_128()
         self._since = time.perf_counter()
-        self._seconds: list[float] = []  # a step, of each flush
+        self._seconds: list[float] = []  # per step, one for each flush
         constants = {"planned_memory_bytes": planned_bytes, "stage": stage}
         self._constants = {key: value for key, value in constants.items() if value is not None}
         self._mfu, self._flops = mfu, 0
@@ -160,7 +160,7 @@ class Metrics:
         self._data_seconds = 0.0
         self._display = Display(start, stop, shown=peers.world.is_main)
         if peers.world.is_main:
-            self._keep_before(start, written)
+            self._keep_rows_before(start, written)
 
     def __enter__(self) -> Metrics:
         self._display.__enter__()
@@ -171,7 +171,7 @@ class Metrics:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Time spent within counts for no step. The device finishes its queued work before."""
+        """Time spent inside counts for no step. Waits for the device first."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         began = time.perf_counter()
@@ -184,7 +184,7 @@ class Metrics:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Time spent within counts as waiting for data."""
+        """Time spent inside counts as waiting for data."""
         began = time.perf_counter()
         yield
         self._data_seconds += time.perf_counter() - began
@@ -197,13 +197,14 @@ class Metrics:
         micro_batches: Sequence[Micro] = (),
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Add the result of the step that finishes `step` steps; `more` goes into its row.
+        """Add the result of step number `step` (from 1); `more` goes into its row.
 
-        Raises UserError where a step was taken that is not finite.
+        Raises UserError if a step was taken whose loss or norm is not finite.
         """
         self._pending.append((step, lr, result, more))
         batches = () if self._copy else micro_batches
-        self._skipping.append([line for each in batches if isinstance(each, CaptionedBatch) for line in each.skipped])
+        named = (line for each in batches if isinstance(each, CaptionedBatch) for line in each.skipped)
+        self._skipped_names.append([line for line in named if line is not None])
         if self._collectives is not None:
             self._collectives.settle()
         if self._mfu is not None:
@@ -217,9 +218,9 @@ class Metrics:
             return
         numbers = self._numbers()
         mine = [loss for loss, _ in numbers]
-        found = self._peers.gather((mine, self._own_seconds(), self._skipping))
+        found = self._peers.gather((mine, self._own_seconds(), self._skipped_names))
         losses = [statistics.fmean(each) for each in zip(*(own for own, *_ in found), strict=True)]
-        self._skipping = []
+        self._skipped_names = []
         now = time.perf_counter()
         self._seconds.append((now - self._since) / len(self._pending))
         rate = self._images / self._seconds[-1]
@@ -244,26 +245,26 @@ class Metrics:
             self._display.show(self._validated | rows[-1] | {"seconds_left": left})
 
     def _count_skipped(self, rows: Sequence[dict[str, Any]], found: Sequence[Sequence[Sequence[str]]]) -> None:
-        """Count the samples of all processes that were skipped in each step, and name each once."""
+        """Count the skipped samples of all processes in each step, and log each sample once."""
         for row, *skipped in zip(rows, *found, strict=True):
             lines = list(itertools.chain.from_iterable(skipped))
             if lines:
                 row["skipped_samples"] = len(lines)
                 self.skipped_samples += len(lines)
             for line in dict.fromkeys(lines):
-                if line not in self._named:
+                if line not in self._logged:
                     log.notice(f"note: {line}")
-            self._named.update(lines)
+            self._logged.update(lines)
 
     def _own_seconds(self) -> RankSeconds:
-        """Of the pending steps, on this process."""
+        """This process's seconds per pending step."""
         collectives = 0.0 if self._collectives is None else self._collectives.take()
         data, self._data_seconds = self._data_seconds, 0.0
         seconds = (time.perf_counter() - self._since, data, collectives)
         return RankSeconds(socket.gethostname(), *(each / len(self._pending) for each in seconds))
 
     def _by_rank(self, steps: int, found: list[RankSeconds]) -> dict[str, Any]:
-        """What the last of so many rows says of all ranks."""
+        """The last row's figures by rank; `steps`: the number of rows."""
         for line in self._slow.add(steps, found):
             log.notice(f"note: {line}")
         named = {"step_seconds": "step", "data_seconds": "data", "collective_seconds": "collectives"}
@@ -271,8 +272,8 @@ class Metrics:
         return by_rank | ({"slow_ranks": sorted(self._slow.now)} if self._slow.now else {})
 
     def _numbers(self) -> list[tuple[float, float | None]]:
-        """This process's loss and norm of each pending step. It waits for the device once, and allocates nothing there:
-        a full GPU has no room."""
+        """This process's loss and norm of each pending step. Waits for the device once, and allocates nothing there:
+        a GPU may be full."""
         results = [result for _, _, result, _ in self._pending]
         losses = [result.loss.to("cpu", non_blocking=True) for result in results]
         norms = [
@@ -283,18 +284,18 @@ class Metrics:
         return [(float(loss), None if norm is None else float(norm)) for loss, norm in zip(losses, norms, strict=True)]
 
     def _utilisation(self, seconds: float) -> dict[str, float]:
-        """`mfu` of the pending steps; nothing where it is unknown."""
+        """`mfu` of the pending steps; empty if it is unknown."""
         flops, self._flops = self._flops, 0
         return {"mfu": flops / (seconds * self._mfu.peak)} if self._mfu is not None and flops else {}
 
     @property
     def digest(self) -> str:
-        """Of all rows up to here, on the main process."""
+        """The digest of all rows so far, on the main process."""
         return self._digest.hexdigest()
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The median over all flushes but the first, which includes the start. None before there is a second one."""
+        """The median over all flushes but the first, which includes the start. None before the second flush."""
         return statistics.median(self._seconds[1:]) if self._seconds[1:] else None
 
     def _notice_spikes(self, rows: list[dict[str, Any]]) -> None:
@@ -314,9 +315,8 @@ class Metrics:
                 "the last checkpoint"
             ) from None
 
-    def _keep_before(self, start: int, written: str | None) -> None:
-        """Drop the rows that a resumed run will write again. Put aside those of an earlier run where training begins at
-        step 0."""
+    def _keep_rows_before(self, start: int, written: str | None) -> None:
+        """Drop the rows that a resumed run writes again. If training begins at step 0, rename an earlier run's file."""
         rows = read_metrics(self.path)
         kept = [row for row in rows if row["step"] <= start]
         if rows and not start:
@@ -326,25 +326,24 @@ class Metrics:
             log.notice(f"note: training begins at step 0; {aside} holds {found} of an earlier run")
         lost = start - len({row["step"] for row in kept})
         if lost:
-            log.notice(f"note: {self.path} has no row that can be read of {lost} of the {start} steps before this one")
+            log.notice(f"note: {self.path} lacks readable rows of {lost} of the {start} steps before this one")
         text = _lines(kept)
         write_text(self.path, text)
         self._digest.update(text.encode())
         if not lost and written not in (None, self.digest):
-            log.notice(f"note: {self.path} was changed: its rows up to step {start} are not those that were written")
+            log.notice(f"note: {self.path} was changed: its rows up to step {start} differ from the checkpoint's")
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as the file has them."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def _row(step: int, loss: float, norm: float | None, lr: float, taken: bool) -> dict[str, Any]:
-    """The row of a step. In a skipped one null stands for what is not finite."""
+    """The row of a step. A skipped step has null for numbers that are not finite."""
     row = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr}
     if not taken:
-        return row | {"loss": _finite(loss), "grad_norm": _finite(norm), "skipped": True}
-    if _finite(loss) is None or _finite(norm) is not norm:
+        return row | {"loss": finite(loss), "grad_norm": finite(norm), "skipped": True}
+    if finite(loss) is None or finite(norm) is not norm:
         raise UserError(
             f"the loss of step {step} is {loss} at learning rate {lr:.2e}, its gradients' norm {norm}, and the step is "
             "taken; lower strategy.optimizer.lr, lengthen train.warmup_steps, or set strategy.gradient_clipping"
@@ -352,54 +351,52 @@ def _row(step: int, loss: float, norm: float | None, lr: float, taken: bool) -> 
     return row
 
 
-def _finite(number: float | None) -> float | None:
+def finite(number: float | None) -> float | None:
+    """The number; None if it is not finite."""
     return number if number is not None and math.isfinite(number) else None
 
 
-WINDOW = 100
-LEAST = 20
-"""How many earlier losses are compared with, at most and at least."""
+WINDOW, LEAST = 100, 20
+"""The most and the fewest earlier losses that a loss is compared with."""
 
-DEVIATIONS = 5.0
-# Source: Hampel's identifier and the modified z-score (Iglewicz & Hoaglin, How to Detect and Handle Outliers, 1993):
-# the median of distances from the median, times 1.4826, is the standard deviation of normal numbers. They call 3.5
-# deviations an outlier; losses of random timesteps have a longer tail.
-NORMAL = 1.4826
+DEVIATIONS, NORMAL = 5.0, 1.4826
+"""The median distance from the median, times 1.4826, is the standard deviation of normal numbers. 3.5 deviations are an
+outlier; losses of random timesteps have a longer tail. Source: Hampel's identifier and the modified z-score, Iglewicz &
+Hoaglin, How to Detect and Handle Outliers, 1993."""
 
 
 class LossSpikes:
-    """Compares each loss with the median of the last 100, by their own robust deviation."""
+    """Compares each loss with the median of the last 100, by their robust standard deviation."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, loss: float) -> str | None:
-        """A message where this loss is more than 5 deviations above the median; None else. The loss is added."""
-        found = self._compare(loss) if len(self._last) >= LEAST else None
+        """Add a loss. Returns a message if it is more than 5 deviations above the median."""
+        last = [*self._last]
         self._last.append(loss)
-        return found
-
-    def _compare(self, loss: float) -> str | None:
-        median = statistics.median(self._last)
-        deviation = NORMAL * statistics.median(abs(each - median) for each in self._last)
+        if len(last) < LEAST:
+            return None
+        median = statistics.median(last)
+        deviation = NORMAL * statistics.median(abs(each - median) for each in last)
         if not loss - median > DEVIATIONS * deviation > 0:
             return None
         return (
             f"is {loss:.4f}, {(loss - median) / deviation:.1f} robust deviations above the median of the last "
-            f"{len(self._last)}, {median:.4f}"
+            f"{len(last)}, {median:.4f}"
         )
 
 
 EVERY_S = 60.0
-"""Seconds between two lines where nothing can be redrawn: pipes, files, and terminals without control codes."""
+"""Seconds between two lines in pipes, files, and terminals without control codes."""
 
 
 VALIDATED = {"validation_loss": "validation", "ema_validation_loss": "EMA validation"}
-"""Keys of rows that stay shown until they are measured again, and their names."""
+"""Keys that stay on the display until they are measured again, and their names."""
 
 
 class Display:
-    """Shows rows of metrics; `shown` on the main process alone. The last row is always shown at the end."""
+    """Shows rows of metrics if `shown`, which is so on the main process alone. It always shows the last row."""
 
     def __init__(self, start: int, stop: int, *, shown: bool) -> None:
         self._stop, self._shown = stop, shown
@@ -447,7 +444,7 @@ class _WithFigures(Progress):
 
 
 def figures(row: dict[str, Any]) -> str:
-    """`loss 0.1234 · lr 1.00e-04 · …`: the figures of a row."""
+    """A row as `loss 0.1234 · lr 1.00e-04 · …`."""
     loss, norm, rate = row["loss"], row["grad_norm"], row["samples_per_second"]
     parts = [f"stage {row['stage']}"] if "stage" in row else []
     parts += [f"loss {'–' if loss is None else f'{loss:.4f}'}", f"lr {row['lr']:.2e}"]

@@ -1,4 +1,4 @@
-"""Monitors each step of a stage: its row, the validation loss, validation images, and skipped steps."""
+"""Monitors the steps of a stage: metrics, validation loss, validation images, and skipped steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bigdit.objective_spec import FlowMatchingSpec, ObjectiveSpec
 from bigdit.store import FeatureStore
 from bigdit.train.data import TrainData
 from bigdit.train.monitor.images import ValidationImages
-from bigdit.train.monitor.metrics import Metrics, mfu_of
+from bigdit.train.monitor.metrics import Metrics, finite, mfu_of
 from bigdit.train.monitor.trackers import Trackers
 from bigdit.train.resume import Start
 from bigdit.train.state import TrainState
@@ -37,7 +37,7 @@ from bigdit.units import how_many
 
 @dataclass(frozen=True)
 class Monitor:
-    """All processes add each step alike."""
+    """Monitors the steps of a stage; all processes call it."""
 
     metrics: Metrics
     skipped: SkippedSteps
@@ -45,7 +45,7 @@ class Monitor:
     images: ValidationImages | None
 
     def sum_up(self, steps: int, samples: int) -> None:
-        """Log how many were skipped of so many steps, and of so many `samples` in each. The metrics tell where."""
+        """Log how many of `steps` steps with `samples` samples each were skipped. The metrics name them."""
         path = self.metrics.path
         if self.skipped.count:
             log.notice(f"note: {self.skipped.count} of {how_many(steps, 'step')} skipped; {path} marks them")
@@ -53,8 +53,7 @@ class Monitor:
             log.notice(f"note: {count:,} of {how_many(steps * samples, 'sample')} skipped; {path} counts them")
 
     def add(self, step: int, lr: float, result: StepResult, micro_batches: Sequence[Micro]) -> None:
-        """Add the result, on these micro-batches, of the step that finishes `step` steps. Raises UserError where it
-        ends the run."""
+        """Add the result of step number `step` (from 1) on these micro-batches. Raises UserError if it ends the run."""
         measured: dict[str, Any] = {}
         if self.validation is not None and self.validation.due(step):
             with self.metrics.aside():
@@ -67,10 +66,7 @@ class Monitor:
 
 
 def open_monitor(start: Start, data: TrainData, stream: FeatureStream, state: TrainState, stack: ExitStack) -> Monitor:
-    """The monitor of a stream's steps; `stack` closes it.
-
-    Raises UserError where captions of validation images cannot be encoded.
-    """
+    """The monitor of a stream's steps; `stack` closes it. Raises UserError as ValidationImages does."""
     stage, spec, store = start.reached.stage, start.reached.spec, data.store
     run, peers, planned, device = stage.run, state.peers, state.planned, state.engine.device
     samples, is_main = Samples(store, stream), peers.world.is_main
@@ -98,8 +94,8 @@ def open_monitor(start: Start, data: TrainData, stream: FeatureStream, state: Tr
     )
     model = peers, state.engine, state.ema, state.family, state.objective, stage.end
     validation = images = None
-    if run.validation is not None and data.order.held is not None and isinstance(store, FeatureStore):
-        validation = Validation(run.validation, store, data.order.held, *model)
+    if run.validation is not None and data.order.validation is not None and isinstance(store, FeatureStore):
+        validation = Validation(run.validation, store, data.order.validation, *model)
     if run.samples is not None:
         known = store.schema.classes
         images = stack.enter_context(ValidationImages(run.samples, run, spec, known, state, stage.end, trackers.show))
@@ -112,7 +108,7 @@ _MEND = "encode these samples again, those of a VAE with encoders.image.dtype fp
 
 
 class SkippedSteps:
-    """Counts skipped steps; all processes call it alike. `most`: how many may follow each other."""
+    """Counts skipped steps; all processes call it. `most`: how many skipped steps in a row end the run."""
 
     def __init__(self, engine: Engine, peers: Peers, samples: Samples, most: int) -> None:
         self._engine = engine
@@ -123,10 +119,9 @@ class SkippedSteps:
         self.count = 0
 
     def add(self, step: int, lr: float, result: StepResult, micro_batches: Sequence[Micro]) -> None:
-        """Add the result, on these micro-batches, of the step that finishes `step` steps.
+        """As Monitor.add. Raises UserError when `most` steps in a row were skipped.
 
-        Raises UserError where `most` in a row were skipped. In fp16 gradients overflow until the loss scale has fallen:
-        such steps are only counted.
+        In fp16, gradients overflow until the loss scale is low enough: such steps are only counted.
         """
         if result.taken:
             self._in_a_row = 0
@@ -155,10 +150,10 @@ class SkippedSteps:
 
 
 class Validation:
-    """Measures the loss of the validation split `held`, by forward passes of the training engine, in its micro-batches.
+    """Measures the loss of the validation split `held` with the training engine, in its micro-batches.
 
-    All processes call it alike, and share the samples. Training does not change: weights and EMA are restored to the
-    bit, and random numbers come from the samples' own seeds.
+    All processes call it, and share the samples. Training does not change: weights and EMA are restored to the bit, and
+    random numbers come from the samples' own seeds.
     """
 
     def __init__(
@@ -173,7 +168,7 @@ class Validation:
         objective: ObjectiveSpec,
         last: int,
     ) -> None:
-        """`last`: the step after which training ends."""
+        """`last`: training's last step."""
         self._config, self._store, self._held, self._peers = config, store, held, peers
         self._engine, self._ema, self._family, self._objective = engine, ema, family, objective
         self._last, self._samples = last, int(held.counts.sum())
@@ -183,7 +178,7 @@ class Validation:
         return step % self._config.every == 0 or step == self._last
 
     def measure(self) -> dict[str, Any]:
-        """`validation_loss`, `ema_validation_loss` where there is an EMA, and both by t, as a row has them."""
+        """A row's `validation_loss`, `ema_validation_loss` if there is an EMA, and both by t."""
         found = self._losses("validation_loss")
         if self._ema is not None:
             with self._ema.in_place():
@@ -195,11 +190,11 @@ class Validation:
         times = [low + (high - low) * time for time in self._config.times]
         with self._engine.evaluating():
             own = [[self._loss(batch, t) * count for t in times] for batch, count in self._batches()]
-        cp = self._engine.strategy.cp  # each of a sample's processes has its loss
+        cp = self._engine.strategy.cp  # `cp` processes have the same loss
         rows = itertools.chain.from_iterable(self._peers.gather(own)[::cp])
         means = [math.fsum(losses) / self._samples for losses in zip(*rows, strict=True)]
-        by_t = {f"{t:g}": _known(mean) for t, mean in zip(times, means, strict=True)}
-        return {name: _known(math.fsum(means) / len(means)), f"{name}_by_t": by_t}
+        by_t = {f"{t:g}": finite(mean) for t, mean in zip(times, means, strict=True)}
+        return {name: finite(math.fsum(means) / len(means)), f"{name}_by_t": by_t}
 
     def _loss(self, batch: Batch, t: float) -> float:
         engine, dtype = self._engine, compute_dtype(self._engine.strategy)
@@ -211,8 +206,8 @@ class Validation:
     def _batches(self) -> Iterator[tuple[Batch, int]]:
         """This process's micro-batches on the device, and how many samples of each count.
 
-        All processes get as many, because those of a sharded model run forward together. A process without samples of
-        its own gets one that does not count.
+        All processes get the same number, because processes of a sharded model run forward together. A process without
+        samples gets one that does not count.
         """
         engine = self._engine
         world = self._peers.world.of_samples(engine.strategy.cp)
@@ -227,12 +222,8 @@ class Validation:
                 yield batch.to(engine.device, compute_dtype(engine.strategy)), count
 
 
-def _known(loss: float) -> float | None:
-    return loss if math.isfinite(loss) else None
-
-
 MOST = 4
-"""Samples that a line names; it counts the others."""
+"""The most samples that a message names; it counts the others."""
 
 
 class Samples:
@@ -243,7 +234,7 @@ class Samples:
         self._stream = stream
 
     def of_step(self, step: int) -> str:
-        """The end of a line: the samples of all processes in the step that finishes `step` steps."""
+        """The end of a message: the samples of all processes in step number `step` (from 1)."""
         batch = self._stream.order.batch(step - 1)
         bucket = list(self._store.buckets)[batch.bucket]
         places = list(zip(batch.parts.tolist(), batch.rows.tolist(), strict=True))
@@ -251,7 +242,7 @@ class Samples:
         return f"its samples are {listed(names, len(places))}"
 
     def not_finite(self, step: int, micro_batches: Sequence[Batch | CaptionedBatch]) -> list[str]:
-        """The samples of this process's micro-batches of that step that hold a value that is not finite."""
+        """The names of samples with a value that is not finite, in this process's micro-batches of that step."""
         return [
             self._store.name_of(bucket, int(parts[place]), int(rows[place]))
             for batch, (bucket, parts, rows, _) in zip(micro_batches, self._stream.samples(step - 1), strict=True)

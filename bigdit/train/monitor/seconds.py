@@ -1,6 +1,6 @@
-"""Seconds by rank: of a step, waiting for data, and in collectives. In these the fast wait for the slow.
+"""Seconds by rank: of a step, of waiting for data, and of collectives, in which fast ranks wait for slow ones.
 
-A rank's own time of a step is the step without what it spends in collectives beyond the rank that spends least there.
+A rank's own time is its step without the collectives, plus the collectives of the rank that spends least in them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _NAMES = (
 
 SLOWER = 1.1
 STEPS = 50
-"""A rank is slow whose own time is that many times the others' median, in each window of so many steps."""
+"""A rank is slow if its own time is this many times the others' median in all of the last 50 steps."""
 
 
 class Collectives:
-    """Times collectives: by the clock on a CPU, where the caller waits; by events around them on a GPU's stream.
+    """Times collectives: by the clock on a CPU, by events on a GPU's stream.
 
-    An asynchronous one that a CPU waits for later counts only until it is queued. Context parallelism's own are not
-    among them. Made before the engine, which keeps these functions.
+    On a CPU an asynchronous one counts only until it is queued. Those of context parallelism are not counted. Enter it
+    before the engine is made, which keeps references to these functions.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Collectives:
 
 
 class RankSeconds(NamedTuple):
-    """Of a rank: seconds a step, of which it waits for data and is in collectives."""
+    """A rank's seconds per step, and how many of them it waits for data and is in collectives."""
 
     host: str
     step: float
@@ -103,7 +103,7 @@ class RankSeconds(NamedTuple):
 
 
 class SlowRanks:
-    """Ranks that were slow in each window of the last 50 steps."""
+    """Finds ranks that were slow in each window of the last 50 steps."""
 
     def __init__(self) -> None:
         self._windows: deque[tuple[int, set[int]]] = deque()
@@ -111,7 +111,7 @@ class SlowRanks:
         self.now: set[int] = set()
 
     def add(self, steps: int, found: Sequence[RankSeconds]) -> list[str]:
-        """Add a window of so many steps, in the order of ranks. Returns a message for each rank that became slow."""
+        """Add a window of `steps` steps, by rank. Returns a message for each rank that became slow."""
         least = min(each.collectives for each in found)
         own = [each.step - (each.collectives - least) for each in found]
         others = [statistics.median(own[:rank] + own[rank + 1 :]) for rank in range(len(own))]

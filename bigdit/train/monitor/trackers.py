@@ -1,7 +1,7 @@
-"""Rows of metrics for TensorBoard, W&B and others. A separate process hands them over, so that training never waits.
+"""Sends metrics to TensorBoard, W&B and others, from a separate process so that training never waits.
 
-That process, `python -m` of this module, reads rows as lines of JSON on stdin for accelerate's trackers. It has no GPU
-and no peers, and ignores signals. It ends when stdin does: when training has ended, however that was.
+That process, `python -m` of this module, reads lines of JSON from stdin and calls accelerate's trackers. It uses no
+GPU, ignores signals, and ends with training in any case, because that closes stdin.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from bigdit.errors import shown
 from bigdit.processes import own_module, undisturbed
 
 PATIENCE_S = 60.0
-"""Seconds that the end of a run waits for the last rows, at most."""
+"""The most seconds that a run waits for the last rows at its end."""
 
 _OURS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_")
 
 
 class Trackers:
-    """Hands rows to accelerate's trackers of these `names`; without names, or where not `shown`, to nobody.
+    """Sends rows to accelerate's trackers of these `names`; does nothing without names, or if not `shown`.
 
-    A tracker that fails is logged once, and training continues. The rows of `start` steps are there already; `run` is
-    what trackers keep as its settings.
+    A tracker that fails is logged once, and training continues. `start`: the step that training resumes from. `run`:
+    the settings that trackers store.
     """
 
     def __init__(self, names: Sequence[str], output: Path, start: int, run: Mapping[str, Any], *, shown: bool) -> None:
@@ -49,7 +49,7 @@ class Trackers:
                 stdin=subprocess.PIPE,
                 stdout=sys.stderr,
                 env={name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
-                | {"CUDA_VISIBLE_DEVICES": ""},  # it computes nothing, and needs no GPU
+                | {"CUDA_VISIBLE_DEVICES": ""},
                 text=True,
             )
         self._put({"names": list(names), "folder": str(output.resolve()), "start": start, "run": run})
@@ -69,12 +69,12 @@ class Trackers:
             log.notice(f"note: trackers did not take the last rows within {PATIENCE_S:.0f} s; metrics.jsonl has all")
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Hand these rows over, without waiting."""
+        """Send these rows, without waiting."""
         for row in rows:
             self._put(row)
 
     def show(self, step: int, image: Path) -> None:
-        """Hand over a grid of images that was generated after `step` steps."""
+        """Send a grid of images that was generated after `step` steps."""
         self._put({"step": step, "image": str(image.resolve())})
 
     def _put(self, value: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ PROJECT = "bigdit"
 
 
 def main() -> int:
-    """Hand over rows until stdin ends."""
+    """Pass rows on until stdin ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     settings = json.loads(sys.stdin.readline())
@@ -120,7 +120,7 @@ def main() -> int:
 
 
 class _Guarded:
-    """One tracker. Where it fails, that is logged, and it gets no more."""
+    """One tracker. If it fails, that is logged, and it is not called again."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         self._name = name
@@ -128,12 +128,12 @@ class _Guarded:
         self._guard(lambda: self._start(settings))
 
     def do(self, method: str, *values: object, **options: object) -> None:
-        """Call a method of the tracker, while it works."""
+        """Call a method of the tracker, unless it failed before."""
         if self._tracker is not None:
             self._guard(lambda: getattr(self._tracker, method)(*values, **options))
 
     def show(self, step: int, image: Path) -> None:
-        """Show an image, where the tracker can."""
+        """Show an image, if the tracker can."""
         if hasattr(self._tracker, "log_images"):
             layout = {"dataformats": "NHWC"} if self._name == "tensorboard" else {}
             self.do("log_images", {"samples": _pixels(image)[None]}, step=step, **layout)
@@ -142,14 +142,14 @@ class _Guarded:
         kind = _kind(self._name)
         os.environ.setdefault("WANDB_DIR", settings["folder"])  # else it writes to the working directory
         if self._name == "tensorboard":
-            # Readers skip what an earlier start wrote of steps that come again.
+            # Readers then skip an earlier start's values of the same steps.
             tracker = kind(self._name, settings["folder"], purge_step=settings["start"] + 1)
         elif kind.requires_logging_directory:
             tracker = kind(PROJECT, settings["folder"])
         else:
             tracker = kind(PROJECT)
         tracker.start()
-        if self._name != "tensorboard":  # its table of settings would grow by a row at every start
+        if self._name != "tensorboard":  # its table of settings would get a row at every start
             tracker.store_init_configuration(settings["run"])
         self._tracker = tracker
 
@@ -176,8 +176,7 @@ def _any_order() -> Any:
     from accelerate.tracking import WandBTracker
 
     class AnyOrder(WandBTracker):
-        """W&B drops rows with a lower step of its own than the last. Here `step` is a value like others, and the axis
-        of all."""
+        """W&B drops rows whose step is lower than the last. Here `step` is a value like others, and the x axis."""
 
         def start(self) -> None:
             """Begin a run."""
@@ -185,7 +184,7 @@ def _any_order() -> Any:
             self.run.define_metric("*", step_metric="step")
 
         def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-            """What was there after `step` steps."""
+            """Log values after `step` steps."""
             super().log({**values, "step": step}, **options)
 
     return AnyOrder

@@ -1,5 +1,5 @@
-"""Before the first step: whether processes have the same versions and run, and GPUs as free and fast as others. From
-then on: whether what several of them hold alike stays so."""
+"""Checks across processes. At the start: the same versions and run, and GPUs and links that are free and fast. During
+training: whether replicas stay equal."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _OWN = ("data.features", "data.remote_cache", "model.path", "model.init_from")
 """Keys that may name each machine's own copy."""
 
 IN_USE = 2 * GIB
-"""Of a GPU's memory, before anything is on it: more is another process's. A context of this one takes up to 1 GiB."""
+"""Used memory of an empty GPU above which another process must use it; a CUDA context takes up to 1 GiB."""
 
 SLOWER = 1.3
-"""A GPU is slow whose matrix product takes that many times the median."""
+"""A GPU is slow if its matrix product takes this many times the median."""
 _SIDE = {"cuda": 4096, "cpu": 256}
 
 SLOWER_LINK = 2.0
-"""A link is slow whose all-reduce takes that many times the median of links within a machine, or between machines."""
+"""A link is slow if its all-reduce takes this many times the median of links within a machine, or between machines."""
 _SENT = {"cuda": 64 * MIB, "cpu": MIB}
 
 _TIMES = 10
@@ -48,8 +48,8 @@ _TIMES = 10
 
 @dataclass(frozen=True)
 class Found:
-    """What one process has: `used_bytes` of its GPU's memory, and seconds of a matrix product and of an all-reduce with
-    the next rank; None on a CPU, and of the last rank's all-reduce."""
+    """What one process has. `used_bytes`: of its GPU's memory; `product_s`: seconds of a matrix product; `link_s`:
+    seconds of an all-reduce with the next rank. None on a CPU; the last rank has no `link_s`."""
 
     host: str
     versions: dict[str, str]
@@ -60,7 +60,7 @@ class Found:
 
 
 def check_alike(stages: Sequence[Stage], world: World, device: torch.device) -> None:
-    """Log GPUs that are in use or slow, and slow links. Raises UserError, on all processes, where versions or runs
+    """Log GPUs that are in use or slow, and slow links. Raises UserError on all processes if versions or runs
     differ."""
     if world.world_size == 1:
         return
@@ -80,7 +80,7 @@ def check_alike(stages: Sequence[Stage], world: World, device: torch.device) -> 
 
 
 def _settings(stage: Stage) -> dict[str, Any]:
-    """All keys, with what is in the plan's file."""
+    """All keys of the run, and the content of its plan."""
     plan = None if stage.plan is None else stage.plan.model_dump(mode="json")
     return {**stage.run.model_dump(mode="json"), "plan": plan}
 
@@ -108,7 +108,7 @@ def unlike(found: Sequence[Found]) -> list[str]:
 
 
 def notes(found: Sequence[Found]) -> list[str]:
-    """A line for each GPU that is in use or slower than others, and for each link that is."""
+    """A line for each GPU that is in use or slow, and for each slow link."""
     lines = [
         f"rank {rank} on {each.host}: {gib(each.used_bytes)} of its GPU are in use before the run begins"
         for rank, each in enumerate(found)
@@ -117,7 +117,7 @@ def notes(found: Sequence[Found]) -> list[str]:
     median = statistics.median([each.product_s for each in found if each.product_s is not None] or [0.0])
     lines += [
         f"rank {rank} on {each.host}: a matrix product takes its GPU {1000 * each.product_s:.3g} ms, and the median "
-        f"GPU {1000 * median:.3g} ms; look at its clocks, power limit and temperature"
+        f"GPU {1000 * median:.3g} ms; check its clocks, power limit and temperature"
         for rank, each in enumerate(found)
         if each.product_s is not None and each.product_s > SLOWER * median
     ]
@@ -133,7 +133,7 @@ def _slow_links(found: Sequence[Found], between_machines: bool, ends: str) -> li
     median = statistics.median(took.values() or [0.0])
     return [
         f"rank {rank} on {found[rank].host}: an all-reduce with rank {rank + 1} on {found[rank + 1].host} takes "
-        f"{1000 * seconds:.3g} ms, and the median one between {ends} {1000 * median:.3g} ms; look at how they are "
+        f"{1000 * seconds:.3g} ms, and the median one between {ends} {1000 * median:.3g} ms; check how they are "
         "connected (nvidia-smi topo -m, NCCL_DEBUG=INFO)"
         for rank, seconds in took.items()
         if seconds > SLOWER_LINK * median
@@ -141,22 +141,22 @@ def _slow_links(found: Sequence[Found], between_machines: bool, ends: str) -> li
 
 
 def product_seconds(device: torch.device) -> float:
-    """The median seconds of a matrix product in bf16. It leaves no memory behind."""
+    """The median seconds of a matrix product in bf16. Its memory is freed."""
     side = _SIDE[device.type]
     factor, took = torch.ones(side, side, dtype=torch.bfloat16, device=device), []
     for _ in range(_TIMES):
         began = time.perf_counter()
-        float((factor @ factor)[0, 0])  # waits for it
+        float((factor @ factor)[0, 0])  # waits for the product
         took.append(time.perf_counter() - began)
     del factor
-    _leave_nothing(device)
+    _free(device)
     return statistics.median(took)
 
 
 def link_seconds(world: World, device: torch.device) -> float | None:
-    """The median seconds of an all-reduce with the next rank; None for the last one. All processes call it alike.
+    """The median seconds of an all-reduce with the next rank; None for the last rank. All processes call this.
 
-    It leaves no memory behind: groups of two end with it, and with them what NCCL takes for their links.
+    Its memory is freed, with NCCL's for these groups of two.
     """
     sent, seconds = torch.ones(_SENT[device.type], dtype=torch.uint8, device=device), None
     for first in (0, 1):  # ranks 0 and 1, 2 and 3; then 1 and 2, 3 and 4
@@ -165,12 +165,12 @@ def link_seconds(world: World, device: torch.device) -> float | None:
         for pair, group in groups:
             if world.rank not in pair:
                 continue
-            took = [_all_reduce_seconds(sent, group) for _ in range(1 + _TIMES)][1:]  # the first one connects them
+            took = [_all_reduce_seconds(sent, group) for _ in range(1 + _TIMES)][1:]  # the first one connects the ranks
             if world.rank == pair[0]:
                 seconds = statistics.median(took)
             dist.destroy_process_group(group)
     del sent
-    _leave_nothing(device)
+    _free(device)
     return seconds
 
 
@@ -182,7 +182,7 @@ def _all_reduce_seconds(sent: torch.Tensor, group: dist.ProcessGroup) -> float:
     return time.perf_counter() - began
 
 
-def _leave_nothing(device: torch.device) -> None:
+def _free(device: torch.device) -> None:
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
@@ -190,18 +190,17 @@ def _leave_nothing(device: torch.device) -> None:
 
 
 _RUN = 4096
-"""Elements that are summed before their place counts."""
+"""Elements that are summed before they are weighted by their place."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaCheck:
-    """Compares what several processes hold alike, every `every` steps and before each save: a GPU that computes wrong,
-    or whose memory does, makes one differ. All processes call it alike. None: it compares nothing.
+    """Compares replicas every `every` steps and before each save: a faulty GPU or its memory makes one differ.
 
-    On a GPU the hash is queued behind the step, and read after the next one: nothing waits for it. It reads the memory
-    once. Nothing finds a wrong number that all processes got from one of them: a wrong gradient, or a part that only
-    one holds.
+    All processes call it. `every` None: it compares nothing. On a GPU the hash is queued behind the step and read after
+    the next one, so that nothing waits for it. It reads the memory once. It cannot find a wrong number that all
+    processes received from one of them, such as a wrong gradient.
     """
 
     def __init__(self, engine: Engine, ema: Ema | None, peers: Peers, every: int | None) -> None:
@@ -210,7 +209,7 @@ class ReplicaCheck:
         self._waiting: tuple[int, dict[str, int | torch.Tensor]] | None = None
 
     def add(self, step: int, *, saved: bool) -> None:
-        """After `step` steps, which are about to be `saved`. Raises UserError where processes differ."""
+        """Add the state after `step` steps; `saved`: it is about to be saved. Raises UserError if processes differ."""
         if self._waiting is not None:
             self._compare(*self._waiting)
             self._waiting = None
@@ -224,7 +223,7 @@ class ReplicaCheck:
 
     def _compare(self, step: int, hashed: dict[str, int | torch.Tensor]) -> None:
         held = self._engine.replicas()
-        mine = {name: int(each) for name, each in zip(hashed, _on_host(list(hashed.values())), strict=True)}
+        mine = dict(zip(hashed, _on_host(list(hashed.values())), strict=True))
         together = xxhash.xxh3_64_hexdigest(repr(mine).encode())
         found = self._peers.gather(((held.ranks if held else (self._peers.world.rank,)), together))
         if all(found[rank][1] == digests for ranks, digests in found for rank in ranks):
@@ -247,12 +246,12 @@ class ReplicaCheck:
 
 
 def digest(tensor: torch.Tensor) -> int | torch.Tensor:
-    """A hash of the tensor's bits: of one on a GPU still there, and not waited for."""
+    """A hash of the tensor's bits. For a tensor on a GPU it stays there, so that nothing waits."""
     return sums(tensor) if tensor.is_cuda else xxhash.xxh3_64_intdigest(_flat(tensor).numpy())
 
 
 def sums(tensor: torch.Tensor) -> torch.Tensor:
-    """The same by sums of integers, which need a 500th of the tensor's bytes: a full GPU has no room for more."""
+    """A hash by sums of integers. They need a 500th of the tensor's bytes: a full GPU has no room for more."""
     flat = _flat(tensor)
     even = flat.numel() // _RUN * _RUN
     runs = flat[:even].view(-1, _RUN).sum(1, dtype=torch.int64)
@@ -265,7 +264,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_host(values: list[int | torch.Tensor]) -> list[int]:
-    """All numbers. The device is waited for once, not for each."""
-    there = [each for each in values if isinstance(each, torch.Tensor)]
-    numbers = iter(torch.stack(there).tolist() if there else ())
+    """All numbers, with one wait for the device."""
+    on_device = [each for each in values if isinstance(each, torch.Tensor)]
+    numbers = iter(torch.stack(on_device).tolist() if on_device else ())
     return [next(numbers) if isinstance(each, torch.Tensor) else each for each in values]

@@ -1,6 +1,6 @@
-"""Start a run's processes on this machine, pass signals on to them, and leave none behind.
+"""Start a run's processes on this machine, pass signals on to them, and end them all.
 
-torchrun and DeepSpeed's launcher kill workers 30 s after a signal, the latter one by one, and die of SIGUSR1.
+torchrun and DeepSpeed's launcher kill workers 30 s after a signal, and SIGUSR1 kills the launchers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from bigdit import log
 from bigdit.config import RunConfig
@@ -23,21 +22,16 @@ from bigdit.documents import MOST_PROCESSES
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.machine import memory_bytes
 from bigdit.processes import STOPPED, own_module, state_of
-from bigdit.train.processes.end import LAUNCHER, heeded
+from bigdit.train.processes.end import LAUNCHER, handled_signals
 from bigdit.units import gib
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
-# How long the others may take to end by themselves when one has failed.
-PATIENCE_S = 10.0
+PATIENCE_S = 10.0  # for the other processes to end by themselves when one has failed
 
 
 def launch(run: RunConfig, config: Path, overrides: Sequence[str], host_bytes: int = 0) -> int:
-    """Run `python -m bigdit.train` as `strategy.world_size` processes; returns 0, or the exit status of the first to
-    fail.
+    """Run `python -m bigdit.train` as `strategy.world_size` processes.
 
-    `host_bytes`: CPU memory of this machine that its plans count, where there are any.
+    Returns 0, or the exit status of the first process that failed. `host_bytes`: the CPU memory that its plans need.
     """
     arguments = ["--config", str(config), *(part for override in overrides for part in ("--set", override))]
     command = [sys.executable, *own_module("bigdit.train"), *arguments]
@@ -50,7 +44,7 @@ def launch(run: RunConfig, config: Path, overrides: Sequence[str], host_bytes: i
 
 
 class Ranks:
-    """The processes of a run, each in its own session: Ctrl-C reaches them through their parent alone."""
+    """The processes of a run, each in its own session: only their parent passes Ctrl-C on to them."""
 
     def __init__(self, command: Sequence[str], grace: float, host_bytes: int = 0) -> None:
         self._command = command
@@ -63,12 +57,15 @@ class Ranks:
 
     def run(self, count: int) -> int:
         """Start `count` processes and wait for them all."""
-        before = {each: signal.signal(each, self._forward) for each in heeded()}
+        before = {each: signal.signal(each, self._forward) for each in handled_signals()}
         try:
-            store = _store() if count > 1 else None  # held to the end: it must outlive every rank
-            port = None if store is None else store.port
+            store = None
+            if count > 1:
+                from torch.distributed import TCPStore  # here: importing torch takes seconds
+
+                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # must outlive every rank
             for rank in range(count):
-                environment = os.environ | _environment(rank, count, port)
+                environment = os.environ | _environment(rank, count, None if store is None else store.port)
                 self._processes.append(subprocess.Popen(self._command, env=environment, start_new_session=True))
             return self._wait()
         finally:
@@ -108,14 +105,14 @@ class Ranks:
         return status if status > 0 else 128 - status  # a signal, as a shell reports it
 
     def _failed(self) -> int | None:
-        """The first rank that failed by itself: those that end because another failed do so with EXIT_USER."""
+        """The first rank that failed by itself. Ranks that end because another failed end with EXIT_USER."""
         failed = [rank for rank, process in enumerate(self._processes) if process.returncode]
         return min(failed, key=lambda rank: self._processes[rank].returncode == EXIT_USER, default=None)
 
     def _report(self, failed: int, killed: list[int]) -> None:
         """Log which rank was killed. A process that ends with a status has logged why.
 
-        Of processes that a signal ends before there is anything to save, the main one alone has.
+        When a signal ends processes before there is anything to save, only the main one logs it.
         """
         statuses = [process.returncode for process in self._processes]
         if any(status > 0 and (rank == 0 or status < 128) for rank, status in enumerate(statuses)):
@@ -139,7 +136,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _environment(rank: int, count: int, port: int | None) -> dict[str, str]:
-    """What torchrun and DeepSpeed's launcher set for each process, and the id of this one."""
+    """Variables that torchrun and DeepSpeed's launcher set for each process, and the id of this one."""
     own = {LAUNCHER: str(os.getpid())}
     if port is None:
         return own
@@ -151,19 +148,12 @@ def _environment(rank: int, count: int, port: int | None) -> dict[str, str]:
         "LOCAL_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's, not rank 0's
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process holds the store, not rank 0
     }
 
 
-def _store() -> TCPStore:
-    """Where the ranks meet, on a free port."""
-    from torch.distributed import TCPStore  # here: torch takes seconds, and only launching needs it
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """A TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What a process holds while it trains: its device, its process group, and the lock of the output."""
+"""What a process has while it trains: its device, its process group, and the lock of the output."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from bigdit.errors import UserError, refused
 from bigdit.files import WITHOUT_LOCKS
 from bigdit.train.processes.end import STARTS
 
-_SAID_AFTER_S = 10.0
-"""A process that waits longer for the others says so."""
-_ANSWERED_WITHIN_S = 5.0
-"""Beyond the time in which torch's own waiting ends."""
+_LOG_AFTER_S = 10.0
+"""A process that waits longer for the others logs that."""
+_MORE_THAN_TORCH_S = 5.0
+"""Seconds added to torch's own timeout."""
 
 
 def _gpu(world: World) -> torch.device:
@@ -38,7 +38,7 @@ def _gpu(world: World) -> torch.device:
     if processes > gpus:
         raise UserError(
             f"{processes} processes of the run are on this machine, a GPU each, and torch sees {gpus} there: start "
-            f"{gpus} (strategy.world_size, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)"
+            f"{gpus} (strategy.world_size, or the launcher's own number), or make more visible (CUDA_VISIBLE_DEVICES)"
         )
     return torch.device("cuda", world.local_rank)
 
@@ -47,11 +47,11 @@ def _gpu(world: World) -> torch.device:
 def process_group(
     world: World, *, needed: bool, on_host: bool = False, timeout: float = 600.0, meeting: float = 240.0
 ) -> Iterator[torch.device]:
-    """The device of this process, inside a process group where one is `needed` or several processes run.
+    """The device of this process, inside a process group if one is `needed` or several processes run.
 
-    `on_host`: CPU tensors are reduced too, as FSDP2 does with CPU offload. `timeout`: seconds that a process waits for
-    another, in every group that is made within; `meeting`: until all have come. Raises UserError where they do not,
-    where they are more than the machine's GPUs, and where accelerate was asked for the CPU.
+    `on_host`: CPU tensors are reduced too (FSDP2 with CPU offload). `timeout`: seconds that a process waits for
+    another, in every group made inside; `meeting`: seconds until all must have connected. Raises UserError if they do
+    not, if this machine has fewer GPUs than processes, and if accelerate was asked for the CPU.
     """
     device = torch.device("cpu")
     backend = "gloo"
@@ -66,30 +66,29 @@ def process_group(
         backend = "cpu:gloo,cuda:nccl" if on_host else "nccl"
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses one, and warns
-    # Processes share the machine's cores. torchrun gives each of several one, too few for an optimizer on the CPU.
+    # Processes share the machine's cores. torchrun gives each process one: too few for an optimizer on the CPU.
     if world.world_size > 1 or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (processes_here() or world.world_size)))
     libraries.prepare()
     if not needed and world.world_size == 1:
         yield device
         return
-    with _groups_wait(timedelta(seconds=timeout)):
-        if world.world_size == 1:  # DeepSpeed and FSDP2 need a group even of one, and DeepSpeed this variable
+    with _group_timeout(timedelta(seconds=timeout)):
+        if world.world_size == 1:  # DeepSpeed and FSDP2 need a group even for one process, and DeepSpeed this variable
             os.environ.setdefault("LOCAL_RANK", "0")
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            with _saying(f"within {meeting:g} s (train.timeout)"):
+            with _log_waiting(f"within {meeting:g} s (train.timeout)"):
                 _meet(backend, timeout, meeting)
         try:
             yield device
         finally:
-            # Without this, ZeRO-3's threads are still running at exit, and the process aborts.
-            dist.destroy_process_group()
+            dist.destroy_process_group()  # else ZeRO-3's threads still run at exit, and abort the process
 
 
 @contextmanager
-def _groups_wait(timeout: timedelta) -> Iterator[None]:
-    """Every group that is made within waits so long. DeepSpeed and device meshes make theirs with torch's defaults.
+def _group_timeout(timeout: timedelta) -> Iterator[None]:
+    """Set torch's default timeout of process groups, which DeepSpeed and device meshes use.
 
     Source: _get_default_timeout in torch/distributed/distributed_c10d.py, torch 2.13.
     """
@@ -103,22 +102,22 @@ def _groups_wait(timeout: timedelta) -> Iterator[None]:
 
 
 @contextmanager
-def _saying(limit: str) -> Iterator[None]:
-    """The first process of a machine logs that it waits, where meeting the others takes long."""
+def _log_waiting(limit: str) -> Iterator[None]:
+    """Log on the first process of a machine that it waits, if connecting takes long."""
     address, port, size = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
-    line = f"waiting until all {size} processes of the run come to {address}:{port}, {limit}"
-    said = threading.Timer(_SAID_AFTER_S, log.notice, [line])
-    said.daemon = True
+    line = f"waiting until all {size} processes of the run connect to {address}:{port}, {limit}"
+    timer = threading.Timer(_LOG_AFTER_S, log.notice, [line])
+    timer.daemon = True
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        said.start()
+        timer.start()
     try:
         yield
     finally:
-        said.cancel()
+        timer.cancel()
 
 
-def _reach(address: tuple[str, int], seconds: float) -> None:
-    """Wait until the first process listens. Raises OSError where it does not: torch would print its own stack."""
+def _wait_for_port(address: tuple[str, int], seconds: float) -> None:
+    """Wait until the first process listens. Raises OSError otherwise: torch would print its own stack."""
     ends = time.monotonic() + seconds
     while True:
         try:
@@ -130,8 +129,10 @@ def _reach(address: tuple[str, int], seconds: float) -> None:
 
 
 def _rendezvous(seconds: float) -> tuple[dist.Store, int, int]:
-    """The store of all processes, this one's rank, and their number. Raises TimeoutError where a program that is none
-    of them listens at the address: torch waits for its answer without end."""
+    """The store of all processes, the rank of this one, and their number.
+
+    Raises TimeoutError if another program listens at the address: torch would wait for its answer forever.
+    """
     found: Future[tuple[dist.Store, int, int]] = Future()
 
     def ask() -> None:
@@ -141,17 +142,17 @@ def _rendezvous(seconds: float) -> tuple[dist.Store, int, int]:
             found.set_exception(error)
 
     threading.Thread(target=ask, daemon=True).start()
-    return found.result(seconds + _ANSWERED_WITHIN_S)
+    return found.result(seconds + _MORE_THAN_TORCH_S)
 
 
 def _meet(backend: str, timeout: float, meeting: float) -> None:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     where = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
     another = f"another program uses the port of {where}; set another"
-    absent = f"the run's processes did not all come to {where} within train.timeout, {meeting:g} s, or one ended before"
+    absent = f"not all processes of the run connected to {where} within train.timeout, {meeting:g} s, or one ended"
     try:
         if os.environ.get("RANK", "0") != "0" and address and port.isdigit():
-            _reach((address, int(port)), meeting)
+            _wait_for_port((address, int(port)), meeting)
     except OSError as error:
         raise UserError(f"{absent}: {error}") from error
     try:
@@ -161,7 +162,7 @@ def _meet(backend: str, timeout: float, meeting: float) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     except TimeoutError as error:
         raise UserError(another) from error
-    except RuntimeError as error:  # torch's errors of the network and of its store
+    except RuntimeError as error:  # errors of the network and of torch's store
         if refused(error):
             raise
         why = (str(error).splitlines() or [""])[0][:200]
@@ -171,17 +172,16 @@ def _meet(backend: str, timeout: float, meeting: float) -> None:
 
 
 FILE = "lock"
-# A process that was killed holds its lock until the kernel has taken its memory away.
-PATIENCE_S = 5.0
+PATIENCE_S = 5.0  # a killed process keeps its lock until the kernel has freed its memory
 
 
 @contextmanager
 def output_lock(output: Path, world: World) -> Iterator[None]:
-    """Lock the output for this group of processes. Raises UserError on all of them where another group holds it.
+    """Lock the output for this group of processes. Raises UserError on all of them if another group has the lock.
 
-    The main process holds flock(2) on `OUTPUT/lock`, which ends with the process. All processes of a machine see it;
-    other machines see it where the file system passes locks on: NFS 4, NFS 3 with lockd, Lustre mounted with flock; not
-    NFS mounted with nolock or local_lock, nor Lustre with localflock.
+    The main process holds flock(2) on `OUTPUT/lock`, which ends with the process. Other machines see the lock on NFS 4,
+    NFS 3 with lockd and Lustre mounted with flock; not on NFS mounted with nolock or local_lock, or Lustre with
+    localflock.
     """
     descriptor, problem = None, None
     if world.is_main:
@@ -192,7 +192,7 @@ def output_lock(output: Path, world: World) -> Iterator[None]:
     if world.world_size > 1:
         shared = [problem]
         dist.broadcast_object_list(shared)
-        dist.barrier()  # the main process may hold the store of this broadcast: it must not end before the others
+        dist.barrier()  # the main process may hold the store of this broadcast, and must not end before the others
         problem = shared[0]
     if problem is not None:
         raise UserError(problem)
@@ -204,7 +204,7 @@ def output_lock(output: Path, world: World) -> Iterator[None]:
 
 
 def _take(output: Path) -> int:
-    """The descriptor of the locked file. Raises UserError where another process holds it, or it cannot be written."""
+    """The descriptor of the locked file. Raises UserError if another process has the lock, or it cannot be written."""
     path = output / FILE
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _sign(descriptor: int) -> None:
-    """Write down who holds the lock."""
+    """Write into the file who holds the lock."""
     holder = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -255,7 +255,7 @@ def _sign(descriptor: int) -> None:
 
 
 def _holder(descriptor: int) -> str:
-    """Who signed the lock. A new holder may not have signed yet."""
+    """Who holds the lock, for people. A new holder may not have signed yet."""
     with suppress(ValueError, KeyError, TypeError):
         found = parse_json(os.pread(descriptor, 1 << 16, 0))
         command = str(found["command"])

@@ -1,5 +1,5 @@
-"""How training stops: on a signal, with a checkpoint, after a step that all processes agree on; or, where a process is
-lost, all at once, with one line of the first that knows."""
+"""How training stops. On a signal: with a checkpoint, after a step that all processes agree on. When a process is lost:
+all at once, with one error message."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ import torch.distributed as dist
 from bigdit.dist import World
 from bigdit.errors import EXIT_USER, UserError, refused
 from bigdit.processes import ENDED, STOPPED, state_of
-from bigdit.train.processes.end import SIGNALS, heeded
+from bigdit.train.processes.end import SIGNALS, handled_signals
 
-# One Ctrl-C may come twice, from the terminal and from a launcher.
-ONE_PRESS_S = 0.5
+ONE_PRESS_S = 0.5  # one Ctrl-C may arrive twice: from the terminal and from a launcher
 
 
 class Stopped(Exception):
-    """Training ended on a signal, after `step` steps that are saved in `checkpoint`."""
+    """A signal ended training after `step` steps, which `checkpoint` holds."""
 
     def __init__(self, signum: int, step: int, checkpoint: Path) -> None:
         super().__init__(
@@ -42,19 +41,18 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Whether a signal asks for the end, and the processes' agreement on it.
+    """Receives signals, and lets all processes agree on the step after which they stop.
 
-    Before the first step there is nothing to save, and the process ends at once. So it does at a second Ctrl-C, and
-    `grace` seconds after the signal.
+    The process ends at once before the first step, at a second Ctrl-C, and `grace` seconds after the signal.
     """
 
     def __init__(self, grace: float, world: World) -> None:
-        self.step = 0  # how many were taken
+        self.step = 0  # finished steps
         self._grace = grace
         self._world = world
-        self.signum = 0  # the first that this process got
+        self.signum = 0  # the first signal that this process received
         self._training = False
-        self.limit_s = math.inf  # how long a process may take to answer another
+        self.limit_s = math.inf  # seconds that a process may take to answer another
         self._groups: list[dist.ProcessGroup] = []
         self._group: dist.ProcessGroup | None = None
         self._store: dist.Store | None = None
@@ -62,28 +60,28 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals. A thread hears them while the main one waits for a device or a peer."""
-        hear, self._wake = os.pipe()
+        """Handle signals, in a thread: the main one may wait for a device or another process."""
+        pipe, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
-        before = {each: signal.signal(each, lambda *_: None) for each in heeded()}
-        woken = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        listener = threading.Thread(target=self._listen, args=(hear,), daemon=True)
+        before = {each: signal.signal(each, lambda *_: None) for each in handled_signals()}
+        wake_before = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        listener = threading.Thread(target=self._listen, args=(pipe,), daemon=True)
         listener.start()
         try:
             yield
         finally:
-            signal.set_wakeup_fd(woken)
+            signal.set_wakeup_fd(wake_before)
             for each, handler in before.items():
                 signal.signal(each, handler)
             os.close(self._wake)
             self._wake = -1
             listener.join()
-            os.close(hear)
+            os.close(pipe)
 
     def begin(self, step: int) -> None:
-        """Training begins at `step`: from here on there is something to save. All processes call this.
+        """Begin training at `step`: from now on there is something to save. All processes call this.
 
-        They agree through CPU memory, so that none waits for its device.
+        They agree through gloo, so that none waits for its GPU.
         """
         self.step = step
         if self._world.world_size > 1:
@@ -93,7 +91,7 @@ class Stop:
         self._training = True
 
     def answer_within(self, seconds: float) -> None:
-        """From here on a process waits that long for another, in every group that was made before `begin`."""
+        """Set how long a process waits for another, in every process group that existed before `begin`."""
         self.limit_s = seconds
         c10d: Any = dist.distributed_c10d
         set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # torch 2.15 has the first
@@ -101,44 +99,39 @@ class Stop:
             set_timeout(timedelta(seconds=seconds), group)
 
     def asked(self, step: int) -> int:
-        """The signal after which training ends here, with `step` steps taken, or 0; the same on all processes."""
+        """The signal that ends training after `step` steps, or 0. All processes call this, and get the same number."""
         self.step = step
         if self._group is None:
             return self.signum
         signum = torch.tensor(self.signum)
         dist.all_reduce(signum, dist.ReduceOp.MAX, group=self._group)
-        if not self.signum and signum:
-            self._hear(int(signum))
+        if not self.signum and signum and self._wake >= 0:
+            os.write(self._wake, bytes([int(signum)]))  # as if this process had received the signal
         return int(signum)
 
     def end_after_main(self) -> None:
-        """Wait, after training has ended, until the main process is done too, within the grace.
+        """Wait until the main process is done too, for the grace at most.
 
-        It writes the run's page last, and srun and torchrun kill all when one has ended with a status other than 0.
+        It writes the run's page last. srun and torchrun kill all processes when one ends with a status other than 0.
         """
         if self._store is None:
             return
-        with suppress(RuntimeError):  # the store has ended with the main process
+        with suppress(RuntimeError):  # the store ended with the main process
             if self._world.is_main:
                 self._store.set("main", "")
             else:
                 self._store.wait(["main"], timedelta(seconds=self._grace))
 
-    def _hear(self, signum: int) -> None:
-        """As if this process had got the signal that another one got."""
-        if self._wake >= 0:
-            os.write(self._wake, bytes([signum]))
-
-    def _listen(self, hear: int) -> None:
+    def _listen(self, pipe: int) -> None:
         since, deadline = 0.0, math.inf
         while True:
             left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-            if not select.select([hear], [], [], left)[0]:
+            if not select.select([pipe], [], [], left)[0]:
                 self._leave(f"the grace of {self._grace:g} s ran out before a checkpoint was saved (train.grace)")
-            heard = os.read(hear, 1)
-            if not heard:
+            received = os.read(pipe, 1)
+            if not received:
                 return
-            signum, now = heard[0], time.monotonic()
+            signum, now = received[0], time.monotonic()
             if signum not in SIGNALS:
                 continue
             if not self.signum:
@@ -149,7 +142,7 @@ class Stop:
                 self._leave("ended at once, without a checkpoint")
 
     def _leave(self, why: str) -> None:
-        """End this process now, whatever its main thread waits for."""
+        """End this process now, even if its main thread waits."""
         if self._world.is_main:
             print(f"{signal.Signals(self.signum).name}: {why}; step {self.step}", file=sys.stderr, flush=True)
         os._exit(128 + self.signum)
@@ -157,9 +150,9 @@ class Stop:
 
 T = TypeVar("T")
 
-# How long a process may take to end, or to note that it lost a peer too, after another's connections broke.
+# After a connection broke: how long the other process may take to end, or to note that it lost a connection too.
 PATIENCE_S = 5.0
-# Parts of the errors of gloo, NCCL and torch's store where another process has ended, or does not answer.
+# Parts of messages of gloo, NCCL and torch's store about another process that ended or does not answer.
 SIGNS = (
     "gloo/transport",
     "connection closed",
@@ -175,7 +168,7 @@ SIGNS = (
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Where a process runs. Process ids are those of one `namespace` of one `host`."""
+    """Where a process runs. A `pid` is valid in one `namespace` of one `host`."""
 
     host: str
     namespace: str
@@ -186,96 +179,91 @@ class ProcessPlace:
         return cls(socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid())
 
     def state(self, here: ProcessPlace) -> str:
-        """The process's `state_of`, or nothing for one of another machine."""
+        """The process's `state_of`; empty for another machine."""
         return state_of(self.pid) if (self.host, self.namespace) == (here.host, here.namespace) else ""
 
 
 @contextmanager
 def ending_together(world: World, stop: Stop, timeout: float) -> Iterator[None]:
-    """Inside a process group: one process prints an error that all have; a process prints its own.
+    """Print each error once inside a process group, and end all processes when one is lost.
 
-    Where a peer has ended, or has not answered for `timeout` seconds, or for what `stop.answer_within` says, this
-    process prints which, and ends at once: what waits for a device cannot be taken down.
+    A process is lost when it ended, or did not answer for `timeout` seconds (later: for those of `stop.answer_within`).
+    Then this process ends at once: a thread that waits for a device cannot be stopped otherwise.
     """
     if world.world_size == 1:
         yield
         return
-    stop.limit_s, met = timeout, dist.distributed_c10d._get_default_store()
-    store = _Store(dist.PrefixStore("bigdit", met))
+    stop.limit_s, default = timeout, dist.distributed_c10d._get_default_store()
+    store = _Store(dist.PrefixStore("bigdit", default))
     places: list[ProcessPlace] = []  # empty until all have sent theirs: one may be lost before
 
-    def silent(rank: int) -> None:
-        own = _Store(dist.PrefixStore("bigdit", met.clone()))
-        if own.first("a peer", True):
+    def end_for(rank: int) -> None:
+        own = _Store(dist.PrefixStore("bigdit", default.clone()))
+        if own.is_first_to_report("a lost process", True):
             _print_lost(_unanswered([rank], own, places, stop), stop)
-        own.leave_word(world.rank)
+        own.note_end(world.rank)
         os._exit(EXIT_USER)
 
     try:
         found = [ProcessPlace.here()] * world.world_size
         dist.all_gather_object(found, ProcessPlace.here())
         places = found
-        with Pulse(dist.PrefixStore("bigdit", met), world, lambda: stop.limit_s, silent):
+        with Pulse(dist.PrefixStore("bigdit", default), world, lambda: stop.limit_s, end_for):
             yield
     except Exception as error:
         problems = error.problems if isinstance(error, UserError) else tuple(filter(None, [refused(error)]))
         for problem in problems:
-            if store.first(problem, world.is_main):
-                _print_error(problem)
-        store.leave_word(world.rank)
+            if store.is_first_to_report(problem, world.is_main):
+                print(f"error: {problem}", file=sys.stderr)
+        store.note_end(world.rank)
         if problems:
             raise UserError() from error
         if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in SIGNS):
             raise
-        gone = _gone(places)
-        if not any(store.has_word(rank) for rank in gone) and store.first("a peer", True):
-            lost = f"{_names(gone, places)} was lost" if gone else _silent(store, places, world, stop, error)
+        ended = _ended_ranks(places)
+        if not any(store.noted_end(rank) for rank in ended) and store.is_first_to_report("a lost process", True):
+            lost = f"{_names(ended, places)} was lost" if ended else _silent(store, places, world, stop, error)
             _print_lost(lost, stop)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_USER)
 
 
-def _print_error(problem: str) -> None:
-    print(f"error: {problem}", file=sys.stderr)
-
-
 def _print_lost(lost: str, stop: Stop) -> None:
-    _print_error(f"{lost} after step {stop.step}: all end; the same command resumes from the last checkpoint")
-    sys.stderr.flush()
+    end = f"after step {stop.step}: all end; the same command resumes from the last checkpoint"
+    print(f"error: {lost} {end}", file=sys.stderr, flush=True)
 
 
 class _Store:
-    """The store by which the processes meet. Its own process may have ended, or not answer."""
+    """The store that all processes share. The process that holds it may have ended, or may not answer."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self.answers = True
 
-    def first(self, what: str, alone: bool) -> bool:
-        """Whether this process is the first to report it; `alone` where the store does not answer."""
-        return self._ask(lambda: bool(self._store.add(f"reported/{what}", 1) == 1), alone)
+    def is_first_to_report(self, problem: str, default: bool) -> bool:
+        """Whether this process is the first to report it; `default` if the store does not answer."""
+        return self._ask(lambda: bool(self._store.add(f"reported/{problem}", 1) == 1), default)
 
-    def leave_word(self, rank: int) -> None:
-        """Note that this process ends; it, or another one, reports why."""
+    def note_end(self, rank: int) -> None:
+        """Note that this process ends, and that its reason is reported."""
         self._ask(lambda: bool(self._store.add(f"ended/{rank}", 1)), False)
 
-    def has_word(self, rank: int) -> bool:
-        """Whether that process has noted its end."""
+    def noted_end(self, rank: int) -> bool:
+        """Whether that process noted its end."""
         return self._ask(lambda: bool(self._store.check([f"ended/{rank}"])), False)
 
     def place(self, rank: int) -> str | None:
-        """Where that process's main thread was last, as far as it told."""
+        """Where that process's main thread was last seen; None if unknown."""
         return self._ask(lambda: last_place(self._store, rank), None)
 
-    def _ask(self, request: Callable[[], T], otherwise: T) -> T:
-        """Its answer. A store that does not answer within the patience is not asked again, since torch sets no
-        limit."""
-        heard: list[T] = []
+    def _ask(self, request: Callable[[], T], default: T) -> T:
+        """The store's answer. torch sets no limit, so a store that did not answer once is not asked again."""
+        answers: list[T] = []
 
         def ask() -> None:
             with suppress(RuntimeError):
-                heard.append(request())
+                answers.append(request())
 
         if self.answers:
             asking = threading.Thread(target=ask, daemon=True)
@@ -284,21 +272,21 @@ class _Store:
                 asking.join(PATIENCE_S)
             except RuntimeError:  # the system starts no more threads
                 ask()
-            self.answers = bool(heard)
-        return heard[0] if heard else otherwise
+            self.answers = bool(answers)
+        return answers[0] if answers else default
 
 
 def _silent(store: _Store, places: list[ProcessPlace], world: World, stop: Stop, error: Exception) -> str:
-    """The ranks that did not answer: those that are stopped, else those that noted no end."""
+    """Name the ranks that did not answer: those that are stopped, else those that noted no end."""
     here = ProcessPlace.here()
-    silent = [rank for rank in range(len(places)) if not store.has_word(rank)]
-    if not store.answers:  # rank 0 holds it, or a launcher does, which no rank can name
+    silent = [rank for rank in range(len(places)) if not store.noted_end(rank)]
+    if not store.answers:  # rank 0 holds the store, or a launcher does, which has no rank
         silent = [0] if places and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ else []
     stopped = [rank for rank, place in enumerate(places) if place.state(here) in STOPPED]
     if stopped or silent:
         return _unanswered(stopped or silent, store, places, stop)
     found = (str(error).splitlines() or [type(error).__name__])[0][:200]
-    return f"of {world.world_size} processes one on another machine, or one that does not answer ({found}), was lost"
+    return f"one of {world.world_size} processes, on another machine or without an answer ({found}), was lost"
 
 
 def _unanswered(ranks: list[int], store: _Store, places: list[ProcessPlace], stop: Stop) -> str:
@@ -313,35 +301,34 @@ def _names(ranks: list[int], places: list[ProcessPlace]) -> str:
     return ", ".join(f"rank {rank} (process {places[rank].pid} on {places[rank].host})" for rank in ranks)
 
 
-def _gone(places: list[ProcessPlace]) -> list[int]:
-    """The ranks of this machine that have ended."""
+def _ended_ranks(places: list[ProcessPlace]) -> list[int]:
+    """The ranks on this machine that have ended, or will within the patience."""
     here, deadline = ProcessPlace.here(), time.monotonic() + PATIENCE_S
     while True:
-        gone = [rank for rank, place in enumerate(places) if place.state(here) in ENDED]
-        if gone or not places or time.monotonic() > deadline:
-            return gone
+        ended = [rank for rank, place in enumerate(places) if place.state(here) in ENDED]
+        if ended or not places or time.monotonic() > deadline:
+            return ended
         time.sleep(0.05)
 
 
 EVERY_S = 2.0
 _PACKAGE = Path(__file__).parents[2]
-_AROUND = str(_PACKAGE / "train" / "monitor" / "seconds.py")  # its frames surround every collective
+_TIMER = str(_PACKAGE / "train" / "monitor" / "seconds.py")  # its frames surround every collective
 _LEFT = "left"
 
 
 class Pulse:
-    """Each process tells the run's store, every few seconds, where its main thread is, and watches the next rank for
-    that. `silent(rank)` is called, once, where that rank has not told anything for `limit()` seconds.
+    """Writes to the run's store, every few seconds, where this process's main thread is, and reads the next rank's.
 
-    So a process that stops answering is named with the line it was last at. One whose threads all stand still, or whose
-    machine does, is found even where the others wait for a GPU, which no error reaches.
+    Calls `silent(rank)` once when that rank has written nothing for `limit()` seconds. So an error names the line that
+    a process was last at. A process or machine that stands still is found even while the others wait for a GPU.
     """
 
     def __init__(
         self, store: dist.Store, world: World, limit: Callable[[], float], silent: Callable[[int], None]
     ) -> None:
-        """`store`: the one by which the processes meet. A connection of its own does not wait for the main thread."""
-        own = store.clone()
+        """`store`: the one that the processes share."""
+        own = store.clone()  # its own connection does not wait for the main thread
         own.set_timeout(timedelta(seconds=60))
         self._store = dist.PrefixStore("pulse", own)
         self._world, self._limit, self._silent = world, limit, silent
@@ -368,30 +355,30 @@ class Pulse:
                 found = self._store.get(str(watched)).decode() if self._store.check([str(watched)]) else ""
                 if found != before:
                     before, since = found, beats
-                # Counted in beats: none passes while this process is stopped too.
+                # Beats, not seconds: this process may have been stopped too.
                 elif found not in ("", _LEFT) and (beats - since) * every > self._limit():
                     self._silent(watched)
                     return
                 if self._over.wait(every):
                     self._store.set(own, _LEFT)
                     return
-        except RuntimeError:  # the store has ended, or does not answer
+        except RuntimeError:  # the store ended, or does not answer
             return
 
 
 def last_place(store: dist.Store, rank: int) -> str | None:
-    """Where that rank's main thread was last, as `file:line (function)`; None where it told nothing."""
+    """Where that rank's main thread was last, as `file:line (function)`; None if it wrote nothing."""
     key = f"pulse/{rank}"
     found = store.get(key).decode() if store.check([key]) else ""
     return found.partition(" ")[2] or None
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost frame of bigdit, else the innermost of all."""
+    """bigdit's innermost frame, else the innermost of all."""
     innermost = frame
     while frame is not None:
         file = frame.f_code.co_filename
-        if Path(file).is_relative_to(_PACKAGE) and file != _AROUND:
+        if Path(file).is_relative_to(_PACKAGE) and file != _TIMER:
             return f"{Path(file).relative_to(_PACKAGE.parent)}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return "" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"

@@ -1,4 +1,4 @@
-"""What only Linux's system calls do for processes that tests clone: whose child one is, and what /proc shows of it."""
+"""Linux system calls for cloned test processes: their parent, and what /proc shows of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP, _PR_GET_TID_ADDRESS = 1, 35, 14, 
 
 _shown: list[mmap.mmap] = []
 
-_libc = ctypes.PyDLL(None, use_errno=True)  # holding the interpreter's lock, as a process that forks must
+_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock, as a fork must
 
 _libc.sbrk.restype = ctypes.c_uint64
 _libc.syscall.restype = ctypes.c_long
 
 
 class _Map(ctypes.Structure):
-    """`struct prctl_mm_map`: what /proc tells of a process's memory."""
+    """`struct prctl_mm_map`: what /proc shows of a process's memory."""
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),
@@ -33,13 +33,13 @@ class _Map(ctypes.Structure):
 
 
 def clone_beside() -> int:
-    """Fork, but that the new process is a child of this one's parent: its id, and 0 in it."""
+    """Fork, but make the new process a child of this one's parent. Returns its id, and 0 in it."""
     address = ctypes.c_uint64()
-    _checked(_libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0))  # where libc keeps a thread's own id
+    _checked(_libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0))  # libc keeps the thread's id there
     flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
     tid = ctypes.c_void_p(address.value)
     ctypes.pythonapi.PyOS_BeforeFork()
-    # Of the last two arguments, the new thread's own storage and that address, the order is each architecture's.
+    # The order of the last two arguments, thread storage and that address, depends on the architecture.
     last = (tid, 0) if platform.machine() == "x86_64" else (0, tid)
     pid = _libc.syscall(ctypes.c_long(_CLONE[platform.machine()]), ctypes.c_ulong(flags), 0, 0, *last)
     if pid == 0:
@@ -50,19 +50,19 @@ def clone_beside() -> int:
 
 
 def end_with_parent() -> None:
-    """This process is killed when the thread that forked it ends."""
+    """Let this process be killed when the thread that forked it ends."""
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
 
 
 def show(words: Iterable[str], environment: Mapping[str, str]) -> None:
-    """Have /proc/PID/cmdline and environ tell these."""
+    """Make /proc/PID/cmdline and environ show these."""
     reported = [_strings(words), _strings(f"{name}={value}" for name, value in environment.items())]
     kept = mmap.mmap(
         -1, sum(map(len, reported)) + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # others are not shown
+    )  # other mappings are not shown
     kept.write(b"\0".join(reported))
     start = ctypes.addressof(ctypes.c_char.from_buffer(kept))
-    # proc_pid_stat(5) numbers its fields from 1.
+    # proc_pid_stat(5) counts its fields from 1.
     field = dict(enumerate(Path("/proc/self/stat").read_text().rpartition(")")[2].split(), start=3))
     middle = start + len(reported[0])
     here = _Map(
@@ -72,7 +72,7 @@ def show(words: Iterable[str], environment: Mapping[str, str]) -> None:
         auxv=0, auxv_size=0, exe_fd=2**32 - 1,
     )  # fmt: skip
     _checked(_libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(here), ctypes.sizeof(here), 0))
-    _shown.append(kept)  # for ever: the kernel reads it
+    _shown.append(kept)  # the kernel reads it for as long as the process lives
 
 
 def _strings(words: Iterable[str]) -> bytes:

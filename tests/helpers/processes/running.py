@@ -1,4 +1,4 @@
-"""Real training runs that are signalled, killed and watched while they train."""
+"""Real training runs to signal, kill and watch."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null")
 ZERO2 = ()
 ENDLESS = ("train.steps=1000000", "train.checkpoint_every=100000")
 BIGDIT = (BIN / "bigdit", "train")
-LIMIT_S = 400  # of a machine that others keep busy too
+LIMIT_S = 400  # other work may keep this machine busy
 
 
 def arguments(features, output, *overrides):
-    """What follows `bigdit train` or launch/train.py for a tiny run that does not end."""
+    """Arguments of `bigdit train` or launch/train.py for a tiny run without an end."""
     return [
         "--config",
         DIGITS,
@@ -26,7 +26,7 @@ def arguments(features, output, *overrides):
 
 
 class Run:
-    """A run in a process group of its own, as a shell starts it."""
+    """A run in its own process group, as a shell starts it."""
 
     def __init__(self, process, output, log):
         self.process, self.output, self.log = process, output, log
@@ -36,7 +36,7 @@ class Run:
         return self.log.read_text()
 
     def until_it_trains(self):
-        """Wait for the first rows of its metrics; the processes that train, by rank."""
+        """Wait for the first rows of its metrics. Returns the training processes by rank."""
         rows = self.output / "metrics.jsonl"
         before = rows.read_text() if rows.exists() else ""
         until(lambda: self.process.poll() is not None or (rows.exists() and rows.read_text() not in (before, "")))
@@ -44,7 +44,7 @@ class Run:
         return self
 
     def ranks(self):
-        """The ids of the processes that train: what is started with this output and starts nothing itself."""
+        """Ids of the training processes: those with this output that start no others."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -57,11 +57,11 @@ class Run:
         return [found[rank] for rank in sorted(found)]
 
     def ends(self, within=60):
-        """Its exit status."""
+        """Wait for the end. Returns the exit status."""
         return self.process.wait(timeout=within)
 
     def saved(self):
-        """The steps of its checkpoints, of which `latest` names the last."""
+        """Steps of its checkpoints; `latest` names the last."""
         folder = self.output / "checkpoints"
         names = sorted(path.name for path in folder.iterdir() if path.name != "latest")
         assert (folder / "latest").read_text().strip() == names[-1]
@@ -70,7 +70,7 @@ class Run:
 
 @contextmanager
 def running(command, features, output, *overrides, log=None, **environment):
-    """A run by `command`, and nothing left of it."""
+    """Start a run by `command`, and end all of it afterwards."""
     log = log or output.with_suffix(".log")
     threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": f"{BIN}:{os.environ['PATH']}"}
     line = [str(part) for part in (*command, *arguments(features, output, *overrides))]
@@ -101,7 +101,7 @@ def until(condition, within=LIMIT_S):
 
 
 def ended(pids):
-    """Whether none of the processes lives."""
+    """Whether all of the processes have ended."""
     return not any(Path(f"/proc/{pid}").exists() and " Z " not in _stat(pid) for pid in pids)
 
 

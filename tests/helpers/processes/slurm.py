@@ -1,4 +1,4 @@
-"""A SLURM cluster of two machines: Debian's own programs, unpacked into a folder, on loopback addresses."""
+"""A SLURM cluster of two machines on loopback addresses: Debian's programs, unpacked into a folder."""
 
 import getpass
 import os
@@ -17,11 +17,11 @@ from bigdit.train.processes.launch import free_port
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge"]
 LIBRARIES = ["libmunge2", "libhwloc15", "liblua5.1-0"]
 NODES = ("127.0.0.1", "127.0.0.2")
-"""Names of machines that need no entry in /etc/hosts."""
+"""Machine names that need no entry in /etc/hosts."""
 GPUS = ("/dev/null", "/dev/zero")
-"""What stands for a machine's GPUs: SLURM only wants devices."""
+"""Devices that stand for a machine's GPUs: SLURM only checks that they exist."""
 
-# cred_expire: a job that is queued again starts after so many seconds, of which 5 are the least.
+# cred_expire: a requeued job starts after this many seconds; the least is 5.
 _CONF = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -53,7 +53,7 @@ PartitionName=urgent Nodes=ALL PriorityTier=10
 
 
 def unpack(folder):
-    """Debian's Slurm into `folder`, installed nowhere. Skips the test where it cannot be had."""
+    """Unpack Debian's Slurm into `folder`. Skips the test where it cannot be downloaded."""
     if not shutil.which("apt-get") or not shutil.which("dpkg"):
         pytest.skip("SLURM cannot be had here: no apt-get and dpkg")
     folder.mkdir(exist_ok=True)
@@ -65,12 +65,12 @@ def unpack(folder):
     for package in folder.glob("*.deb"):
         subprocess.run(["dpkg", "-x", package, folder], check=True)
         package.unlink()
-    for program in folder.glob("usr/sbin/*-wlm"):  # only one that is named slurmd takes the GPUs of slurm.conf
+    for program in folder.glob("usr/sbin/*-wlm"):  # only a program named slurmd takes the GPUs of slurm.conf
         program.rename(program.with_name(program.name.removesuffix("-wlm")))
 
 
 class Cluster:
-    """`environment`: with which sbatch and the others find it, and all that a job needs."""
+    """A running cluster. `environment` lets sbatch and the others find it, and has all that a job needs."""
 
     def __init__(self, programs, folder):
         self.folder, self._programs = folder, programs
@@ -95,7 +95,7 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(_CONF.format(folder=self.folder, libraries=libraries, **known))
 
     def run(self, *command, environment=None):
-        """What one of SLURM's commands prints."""
+        """Run one of SLURM's commands. Returns its output."""
         words = [str(word) for word in command]
         done = subprocess.run(
             words, cwd=ROOT, env=environment or self.environment, capture_output=True, text=True, timeout=300
@@ -104,12 +104,12 @@ class Cluster:
         return done.stdout
 
     def submit(self, output, *words):
-        """A run of the job that `sbatch WORDS` submits; `output` is the run's."""
+        """Submit the job `sbatch WORDS`, which trains into `output`."""
         log = output.with_suffix(".log")
         return Run(Job(self, self.run("sbatch", "--parsable", f"--output={log}", *words).strip()), output, log)
 
     def start(self, stack):
-        """The cluster's daemons, until `stack` ends."""
+        """Start the cluster's daemons; they end with `stack`."""
         where, sbin = self.folder, self._programs / "usr/sbin"
         files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munged.pid"}
         files |= {"log-file": "munge.log", "seed-file": "munge.seed"}
@@ -131,18 +131,18 @@ class Cluster:
 
 
 class Job:
-    """As a process: it has ended when SLURM will not start it again."""
+    """A job with a process's interface. It has ended when SLURM will not start it again."""
 
     def __init__(self, slurm, name):
         self._slurm, self.name = slurm, name
 
     def shows(self):
-        """What SLURM says of it."""
+        """All fields of the job, as SLURM shows them."""
         said = self._slurm.run("scontrol", "show", "job", "-o", self.name)
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
     def poll(self):
-        """Its exit status, 128 + n where signal n ended it; None before."""
+        """The exit status, 128 + n if signal n ended the job, or None while it runs."""
         shows = self.shows()
         if shows["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
             return None
@@ -157,7 +157,7 @@ class Job:
         return int(self.shows()["Restarts"])
 
     def minutes(self):
-        """How long it has run."""
+        """How long the job has run."""
         hours, minutes, _ = map(int, self.shows()["RunTime"].split(":"))
         return 60 * hours + minutes
 
@@ -167,7 +167,7 @@ class Job:
 
 @contextmanager
 def cluster(programs, folder):
-    """Its two machines; nothing of it is left afterwards."""
+    """Start the two machines, and leave nothing of them behind."""
     with ExitStack() as stack:
         made = Cluster(programs, folder)
         made.start(stack)

@@ -1,4 +1,4 @@
-"""Scripts of tests that two processes run as torchrun starts them, on the CPU."""
+"""Run scripts in two processes on the CPU, as torchrun starts them."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,14 @@ from commands import HELPERS, run_ranks
 
 
 def run_two(script: Path, *arguments: object) -> str:
-    """What two processes print on stdout; what they import of these helpers is found."""
+    """The stdout of two processes, which can import these helpers."""
     done = run_ranks(2, script, *arguments, PYTHONPATH=HELPERS, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def answer_of_two(script: str, folder: Path) -> Any:
-    """What the first process leaves as JSON in the file sys.argv[1]."""
+    """The JSON that the first process writes into the file sys.argv[1]."""
     file, answer = folder / "two_processes.py", folder / "answer.json"
     file.write_text(script)
     run_two(file, answer)

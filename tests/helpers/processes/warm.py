@@ -1,9 +1,10 @@
-"""Python programs in processes that have the libraries already: importing them takes seconds, and tests start hundreds.
+"""Start Python programs as clones of a process that has imported the libraries. Imports take seconds, and tests start
+hundreds of programs.
 
-`Popen` is subprocess.Popen, but that python programs of this environment are clones of a process, the seed, which has
-imported what others wrote, and of bigdit what most programs import. A clone is a child of the process that asked for
-it, as after fork and exec, with its own arguments, environment, folder, files, signals and place in /proc. It has a
-seed of its own, made before all else, so that what it starts, such as the ranks of a launcher, is warm too.
+`Popen` is subprocess.Popen, except that Python programs of this environment are clones of a seed process. The seed
+has imported the libraries, and the part of bigdit that most programs import. A clone is a child of the process that
+started it, as after fork and exec. It has its own arguments, environment, folder, files, signals and entries in
+/proc. It also has a seed of its own, made first, so that what it starts, such as a launcher's ranks, is warm too.
 """
 
 from __future__ import annotations
@@ -42,21 +43,22 @@ LIBRARIES = (
 )
 UNCOMPILED = ("deepspeed.runtime.zero.muon.muon_optimizer", "bitsandbytes.optim", "peft")
 OF_BIGDIT = ("bigdit.app", "bigdit.train.main", "bigdit.train.loop", "bigdit.extract.worker", "bigdit.profile.steps")
-"""What most programs import of it, a third of a tiny run's work: their own code begins when they are run."""
+"""Modules of bigdit that most programs import, a third of a tiny run's work. They only run code when called."""
 LOOK_AT_GPUS = ("bitsandbytes.optim", "peft")
-"""Which of them ask for GPUs when they are imported: a clone is to see its own."""
+"""Libraries that look for GPUs when they are imported: a clone imports them itself, to see its own."""
 READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "BIGDIT_EMULATED_")
-"""How variables begin that are read when libraries are imported, and not again."""
+"""Prefixes of variables that libraries read once, when they are imported."""
 LIBRARIES_OF_GPUS = "BIGDIT_EMULATED_CACHE"
-"""Of those, the folder of what is loaded, however it is called."""
+"""Of those, the folder of the loaded libraries. Paths to the same folder are equal."""
 READ_LATER = ("BIGDIT_EMULATED_GPU", "BIGDIT_EMULATED_PEERS", "BIGDIT_EMULATED_VALUES", "HF_HUB_OFFLINE")
-"""Of those, what the emulated GPU's libraries read when they are first called, and what a clone reads again."""
+"""Of those, variables that the emulated GPU's libraries read at their first call. A clone reads them again."""
 SET_BY_BIGDIT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""Of those, what bigdit/libraries.py sets where nobody has: a seed is told there, and its process may be told later."""
+"""Of those, variables that bigdit/libraries.py sets where nobody has. A seed has them; its process may get them
+later."""
 
 
 OF_IMPORTS = ("sys.modules", "sys.meta_path", "/proc/self/status")
-"""What code asks that is to find out what an import takes along, or that changes what one does."""
+"""Code with these words examines or changes imports, and so needs a new interpreter."""
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -69,13 +71,13 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _has_a_torch(environment: Mapping[str, str]) -> bool:
-    """Whether one would be found before the one that a clone has."""
+    """Whether PYTHONPATH has a torch that would come before the clone's."""
     folders = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     return any(Path(folder, name).exists() for folder in folders for name in ("torch", "torch.py"))
 
 
 class Seed:
-    """The process that is cloned, as the one that asks it holds it."""
+    """A handle on the process that is cloned."""
 
     def __init__(self, asked: socket.socket, environment: Mapping[str, str], process: Any = None) -> None:
         self._asked = asked
@@ -85,12 +87,12 @@ class Seed:
         self._environment = _read_at_import(environment)
 
     def suits(self, environment: Mapping[str, str]) -> bool:
-        """Whether a clone is what a new process with these variables would be, and a child of this one."""
+        """Whether a clone would equal a new process with these variables, and would be a child of this process."""
         alike = _read_at_import(environment) == self._environment and not _has_a_torch(environment)
         return self._owner == os.getpid() and alike
 
     def clone(self, asked: dict[str, Any], files: Sequence[int]) -> int:
-        """The process id of a clone that has taken its place: its files are open, its group and signals are set."""
+        """Make a clone. Returns its process id once its files, group and signals are set."""
         text = json.dumps(asked).encode("utf-8", "surrogateescape")
         ready, theirs = os.pipe()
         with self._one, open(ready, "rb") as placed:
@@ -105,7 +107,7 @@ class Seed:
 
 
 FORK_SERVER = "from multiprocessing.forkserver import main"
-Executed, _executed_spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # their places are taken
+Executed, _executed_spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # replaced below
 _seeds: dict[Path, Seed] = {}
 """By the folder of their interpreter."""
 _OWN = (Path(sys.prefix) / "bin").resolve()
@@ -113,17 +115,17 @@ _is_a_seed = __name__ == "__main__"
 
 
 def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
-    """The seed whose clone such a process would be. It starts when it is first asked, and ends with this process."""
+    """The seed to clone for this process, if there is one. It starts at first use, and ends with this process."""
     on_gpu = "BIGDIT_EMULATED_GPU" in environment
     home = _OWN.parents[1] / ".venv-cuda/bin" if on_gpu else _OWN
     observed = "BIGDIT_EMULATED_OUT" in environment
     if folder == home and folder not in _seeds and not observed and not _is_a_seed:
         own = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        own.pop("PYTHONSAFEPATH", None)  # it imports what lies beside it; its clones are told each
+        own.pop("PYTHONSAFEPATH", None)  # the seed imports from its own folder; each clone has its own setting
         if on_gpu:
             gpus = ("BIGDIT_EMULATED_", "DS_ACCELERATOR", "PYTHONPATH")
             own |= {name: value for name, value in environment.items() if name.startswith(gpus)}
-            own["BIGDIT_EMULATED_VALUES"] = "1"  # a clone may leave them
+            own["BIGDIT_EMULATED_VALUES"] = "1"  # a clone may remove them
         ours, theirs = socket.socketpair()
         process = Executed(
             [folder / "python", "-W", "ignore", __file__, str(theirs.fileno())],
@@ -131,7 +133,7 @@ def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # libraries' remarks on being imported
+            stderr=subprocess.DEVNULL,  # what libraries print when imported
         )
         theirs.close()
         _seeds[folder] = Seed(ours, own, process)
@@ -140,7 +142,7 @@ def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
 
 
 class Popen(Executed):
-    """As subprocess.Popen; what is no python program, or not as it would be there, is started by exec."""
+    """subprocess.Popen that clones a seed for Python programs. It starts others, and unusual ones, by exec."""
 
     def _execute_child(  # type: ignore[override]
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
@@ -175,7 +177,7 @@ class Popen(Executed):
         }
         try:
             self.pid = seed.clone(asked, [*standard, *pass_fds])
-        except BaseException:  # a test's own time was over: the answer would be taken for the next one's
+        except BaseException:  # the test ran out of time: a late answer would be taken for the next one's
             del _seeds[program.folder]
             raise
         self._child_created = True
@@ -187,11 +189,11 @@ class _Program(NamedTuple):
     folder: Path  # of its interpreter
     words: list[str]  # `-m MODULE`, `-c CODE` or a script, with its arguments
     unbuffered: bool = False
-    safe_path: bool = False  # without the folder that it is started in
+    safe_path: bool = False  # sys.path lacks the folder that it starts in
 
 
 def _program(words: Sequence[str], environment: Mapping[str, str]) -> _Program | None:
-    """None for what is none of python, and for code that is of imports."""
+    """The program to run, or None if it is not Python or examines imports."""
     found = shutil.which(words[0], path=environment.get("PATH"))
     if found is None:
         return None
@@ -202,7 +204,7 @@ def _program(words: Sequence[str], environment: Mapping[str, str]) -> _Program |
         return _Program(interpreter.parent.resolve(), [found, *rest]) if interpreter.is_absolute() else None
     if not (folder / "python").exists():
         return None
-    if not Path(words[0]).is_absolute():  # whose sys.executable is for the interpreter to find
+    if not Path(words[0]).is_absolute():  # the interpreter must find its own sys.executable
         return None
     options = set()
     while rest and (rest[0] in ("-u", "-B", "-P") or rest[0].startswith("-W")):
@@ -217,27 +219,27 @@ def _program(words: Sequence[str], environment: Mapping[str, str]) -> _Program |
 
 
 def take_place() -> None:
-    """Have all that this process starts be warm, where it can."""
+    """Make all that this process starts warm, where possible."""
     subprocess.Popen = Popen  # type: ignore[misc]
     multiprocessing.util.spawnv_passfds = spawn  # type: ignore[assignment]
 
 
 def spawn(path: str | bytes, words: Sequence[str | bytes], files: Sequence[int]) -> int:
-    """As multiprocessing.util.spawnv_passfds, by which it starts a server of workers: the id of the process."""
+    """multiprocessing.util.spawnv_passfds, with a warm server of workers. Returns its process id."""
     if not any(os.fsdecode(word).startswith(FORK_SERVER) for word in words):
         return _executed_spawn(path, words, files)
     process = Popen(words, pass_fds=files)
-    process.returncode = 0  # it is for multiprocessing to wait for
+    process.returncode = 0  # multiprocessing waits for it
     return process.pid
 
 
 def run(
     program: Sequence[str], environments: Sequence[dict[str, str]], folder: Path, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process an environment, side by side, each in a group of its own.
+    """Run a command once for each environment, side by side, each in its own process group.
 
-    What they wrote, one after the other, and the first status that is not 0. Raises subprocess.TimeoutExpired
-    after `timeout` s, and all are killed, with what they have started.
+    Returns their outputs, joined, and the first exit status that is not 0. Kills all that they started, and raises
+    subprocess.TimeoutExpired, after `timeout` s.
     """
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as ending:
@@ -278,7 +280,7 @@ def _exactly(asked: socket.socket, count: int) -> bytes:
 
 
 def _grow(asked_by: socket.socket) -> dict[str, Any]:
-    """Be a seed until the process that asks ends; returns in each clone, as what it was asked to be, in its place."""
+    """Serve as a seed until the asking process ends. Returns in each clone, with what it must run."""
     while True:
         header, files, *_ = socket.recv_fds(asked_by, 8, 256)
         if not header:
@@ -310,14 +312,14 @@ def _grow(asked_by: socket.socket) -> dict[str, Any]:
     _seeds[Path(sys.executable).parent.resolve()] = Seed(ours, os.environ)
     try:
         os.write(ready, b"placed")
-    except BrokenPipeError:  # who asked has been ended meanwhile
+    except BrokenPipeError:  # the asking process has ended
         os._exit(1)
     os.close(ready)
     return own
 
 
 def _take_place(asked: dict[str, Any], files: Sequence[int]) -> None:
-    """Group, files, signals, environment and folder of a process that was asked for."""
+    """Take over the asked group, files, signals, environment and folder."""
     if asked["session"]:
         os.setsid()
     elif asked["group"] != -1:
@@ -332,7 +334,7 @@ def _take_place(asked: dict[str, Any], files: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(set_by_imports | asked["environment"])
     constants.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
-    tempfile.tempdir = None  # asked for TMPDIR once, when an import wants it
+    tempfile.tempdir = None  # an import may have asked for TMPDIR
     if os.environ.get("BIGDIT_EMULATED_VALUES") == "0":
         importlib.import_module("bigdit_emulated.values").leave()
     os.chdir(asked["folder"])
@@ -340,14 +342,14 @@ def _take_place(asked: dict[str, Any], files: Sequence[int]) -> None:
 
 
 def _apart(file: int) -> int:
-    """The same file by a number that none is to have."""
+    """Duplicate a file to a number that no process expects."""
     apart = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 512)
     os.close(file)
     return apart
 
 
 def _open_nothing(numbers: Sequence[int]) -> None:
-    """Hold none of these files: who reads what a process wrote waits for the last one that holds it."""
+    """Open none of these files: a reader of a process's output waits for the last process that holds it."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in numbers:
         os.dup2(nothing, number)
@@ -355,7 +357,7 @@ def _open_nothing(numbers: Sequence[int]) -> None:
 
 
 def _become(asked: dict[str, Any]) -> None:
-    """Run the program as the interpreter does."""
+    """Run the program as the interpreter would."""
     environment, program = asked["environment"], asked["program"]
     if asked["unbuffered"]:
         for stream in (sys.stdout, sys.stderr):
@@ -378,7 +380,7 @@ def _become(asked: dict[str, Any]) -> None:
 
 
 def _end(asked: dict[str, Any]) -> int:
-    """Run the program; its exit status, when its threads have ended and its exit functions have run."""
+    """Run the program, wait for its threads, and run its exit functions. Returns its exit status."""
     status: Any = 0
     try:
         _become(asked)
@@ -402,7 +404,7 @@ def _end(asked: dict[str, Any]) -> int:
 
 
 def _import_libraries() -> dict[str, str]:
-    """As bigdit's own processes do; the variables that they set."""
+    """Import the libraries as bigdit's processes do. Returns the variables that they set."""
     from bigdit import libraries
 
     before, on_gpu = dict(os.environ), "BIGDIT_EMULATED_GPU" in os.environ
@@ -410,7 +412,7 @@ def _import_libraries() -> dict[str, str]:
     import torch
 
     asks = torch.cuda.is_available
-    if on_gpu:  # which torch would remember of this process's, and refuse to look again after a fork
+    if on_gpu:  # torch would remember this process's answer, and refuse to ask again after a fork
         torch.cuda.is_available = lambda: True
     for name in LIBRARIES:
         importlib.import_module(name)
@@ -426,8 +428,7 @@ def _import_libraries() -> dict[str, str]:
 
 
 def _let_operators_stay() -> None:
-    """At exit torch would take operators out of its dispatcher, one by one, which is left to the end of the process: it
-    takes as long as a few steps of a tiny model."""
+    """Do not take torch's operators out of its dispatcher at exit: that takes as long as some steps of a tiny model."""
     from torch.library import _del_library
 
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
@@ -438,9 +439,9 @@ def _let_operators_stay() -> None:
 
 if __name__ == "__main__":
     given = socket.socket(fileno=int(sys.argv[1]))
-    take_place()  # before libraries keep them
+    take_place()  # before libraries keep references
     set_by_imports = _import_libraries()
     from huggingface_hub import constants
 
-    gc.freeze()  # a clone's collections do not touch, and so copy, what was imported
-    os._exit(_end(_grow(given)))  # an interpreter that ends in order takes all libraries apart, for a second
+    gc.freeze()  # a clone's collections then neither touch nor copy what was imported
+    os._exit(_end(_grow(given)))  # taking all libraries apart at exit takes a second

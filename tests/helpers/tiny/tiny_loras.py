@@ -1,4 +1,4 @@
-"""Small transformers that ComfyUI has, and random adapters of them."""
+"""Small transformers that ComfyUI knows, and random adapters for them."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def spec_of(name):
 
 
 def trained(model, class_name, *, dora, ends=""):
-    """Adapters of the linear layers of all blocks by peft's names, as a checkpoint has them."""
+    """Adapters for the linear layers of all blocks, named as a checkpoint names them by peft."""
     blocks = set(models.family(class_name).blocks(model))
     within = tuple(f"{name}." for name, module in model.named_modules() if module in blocks)
     found = {}

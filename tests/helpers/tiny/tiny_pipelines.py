@@ -1,4 +1,4 @@
-"""Diffusers pipelines whose text halves are tiny: random weights, and tokenizers trained on a few sentences."""
+"""diffusers' pipelines with tiny text encoders: random weights, and tokenizers trained on a few sentences."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ CAPTIONS = [
     "An oil painting of two ships in a storm, waves high above the masts, dark clouds, a lighthouse far away",
     "ünïcödé & symbols: <b>50%</b> #1",
     "a cat",
-    "one " * 1200,  # longer than any pipeline takes
+    "one " * 1200,  # longer than any pipeline accepts
     "Two dogs, a red house and a blue car under the evening sun",
 ]
 _TEMPLATES = [
@@ -53,7 +53,7 @@ _SIZES = {
 
 @functools.cache
 def _merges(end_of_word=""):
-    """The vocabulary and the merges of a byte-level BPE."""
+    """Train a byte-level BPE. Returns its vocabulary and merges."""
     suffix = {"end_of_word_suffix": end_of_word} if end_of_word else {}
     tokenizer = Tokenizer(models.BPE(**suffix))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -70,7 +70,7 @@ def _merges(end_of_word=""):
 
 @functools.cache
 def _sentencepiece_merges(*special, size=900):
-    """The vocabulary and the merges of a BPE over characters, with bytes for those that it does not know."""
+    """Train a BPE over characters, with bytes for unknown ones. Returns its vocabulary and merges."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     trainer = trainers.BpeTrainer(
@@ -94,7 +94,7 @@ def clip_tokenizer():
 
 @functools.cache
 def bert_tokenizer():
-    """Of characters, which words begin and go on with."""
+    """A tokenizer of characters, at the start of words and within them."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     letters = sorted({letter for caption in CAPTIONS for letter in caption.lower() if not letter.isspace()})
     vocab = [*special, *letters, *(f"##{letter}" for letter in letters)]
@@ -122,7 +122,7 @@ def gemma_tokenizer():
 
 @functools.cache
 def short_gemma_tokenizer():
-    """Which says how long PRX's captions are."""
+    """Its short limit sets the length of PRX's captions."""
     tokenizer = copy.deepcopy(gemma_tokenizer())
     tokenizer.model_max_length = 256
     return tokenizer
@@ -130,7 +130,7 @@ def short_gemma_tokenizer():
 
 @functools.cache
 def llama_tokenizer():
-    # So small that the template has more tokens than the 95 that its pipeline cuts off.
+    # Tiny vocabulary: the template has more tokens than the 95 that its pipeline cuts off.
     vocab, merges = _sentencepiece_merges("<unk>", "<s>", "</s>", "<pad>", size=600)
     tokenizer = transformers.LlamaTokenizer(vocab=dict(vocab), merges=merges, pad_token="<pad>", padding_side="right")
     return _beginning(tokenizer, "<s>")
@@ -146,14 +146,14 @@ def qwen_tokenizer():
 
 
 class PixtralProcessor(transformers.ProcessorMixin):
-    """What it is for words alone; transformers' own asks for torchvision, and treats them as all processors do."""
+    """Its text half. transformers' class requires torchvision, and treats processors as one."""
 
     def __init__(self, tokenizer=None, chat_template=None):
         super().__init__(tokenizer, chat_template=chat_template)
 
 
 class Qwen2VLProcessor(PixtralProcessor):
-    """Of words likewise: its videos' half asks for torchvision."""
+    """Its text half: the half for videos requires torchvision."""
 
 
 @functools.cache
@@ -170,7 +170,7 @@ def mistral_processor():
 
 @functools.cache
 def glm_tokenizer():
-    """Which pads on the left."""
+    """It pads on the left."""
     tokenizer = copy.deepcopy(llama_tokenizer())
     tokenizer.padding_side = "left"
     return tokenizer
@@ -178,14 +178,14 @@ def glm_tokenizer():
 
 @functools.cache
 def krea_tokenizer():
-    """By which its template ends in five tokens, as many as its pipeline leaves room for."""
+    """Its template ends in five tokens, as many as its pipeline expects."""
     tokenizer = copy.deepcopy(qwen_tokenizer())
     tokenizer.add_tokens(["assistant"])
     return tokenizer
 
 
 def _beginning(tokenizer, token):
-    """The tokenizer with `token` put before every text, as the published ones do."""
+    """The tokenizer with `token` before each text, as in the published ones."""
     from tokenizers.processors import TemplateProcessing
 
     number = tokenizer.convert_tokens_to_ids(token)
@@ -235,7 +235,7 @@ def first_gemma(tokenizer):
 
 
 def t5gemma(tokenizer):
-    """Its encoder alone, which is made from a part of the whole model's config."""
+    """The encoder alone, made from a part of the whole model's config."""
     sizes = T5GemmaModuleConfig(**_SIZES, vocab_size=len(tokenizer))
     return T5GemmaEncoder(transformers.T5GemmaConfig(encoder=sizes, decoder=sizes).encoder)
 
@@ -245,7 +245,7 @@ def llama(tokenizer):
 
 
 def llama_with_words(tokenizer):
-    """As it stands with its head, and eager: its pipeline asks for attentions."""
+    """With its head, and eager: its pipeline reads attentions."""
     config = transformers.LlamaConfig(**_SIZES, vocab_size=len(tokenizer))
     return transformers.LlamaForCausalLM(config)
 
@@ -271,7 +271,7 @@ def qwen_vl(tokenizer):
 
 
 def mistral(processor):
-    """As it stands with its sight and its head, of as many layers as its pipeline reads."""
+    """With its vision half and its head, and with as many layers as its pipeline reads."""
     text = _SIZES | {"num_hidden_layers": 31, "vocab_size": len(processor.tokenizer), "model_type": "mistral"}
     vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "head_dim": 8}
@@ -285,7 +285,7 @@ def glm(tokenizer):
 
 
 def qwen3_vl(tokenizer):
-    """Which sees, and has no head."""
+    """With its vision half, without a head."""
     text = _SIZES | {
         "vocab_size": len(tokenizer),
         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]},
@@ -300,7 +300,7 @@ def qwen_vl_of(processor):
 
 
 def qwen_words(tokenizer):
-    """Its half for text alone."""
+    """Its text half."""
     return qwen_vl(tokenizer).model.language_model
 
 
@@ -333,7 +333,7 @@ def _third_t5():
 
 
 def _seeing():
-    """CLIP's half for images, which makes 257 states of one as the published one does, and its processor."""
+    """CLIP's image half, which makes 257 states of an image as the published one does, and its processor."""
     config = transformers.CLIPVisionConfig(
         hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, image_size=32, patch_size=2
     )
@@ -345,7 +345,7 @@ def _seeing():
 
 
 def _siglip():
-    """SigLIP's half for images, which makes 729 states of one as the published one does, and its processor."""
+    """SigLIP's image half, which makes 729 states of an image as the published one does, and its processor."""
     config = transformers.SiglipVisionConfig(
         hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=54, patch_size=2
     )
@@ -402,11 +402,11 @@ PARTS = {
     "WanPipeline": lambda: _one(t5_tokenizer, umt5),
     "ZImagePipeline": lambda: _one(qwen_tokenizer, qwen3),
 }
-"""The parts that encode text, by the pipeline's class."""
+"""Parts that encode text, by pipeline class."""
 
 
 class Qwen2_5_VLProcessor(transformers.Qwen2_5_VLProcessor):
-    """transformers' own without its videos' half, which asks for torchvision."""
+    """transformers' class without its video half, which requires torchvision."""
 
     def __init__(self, image_processor, tokenizer):
         self.image_processor, self.tokenizer, self.chat_template = image_processor, tokenizer, None
@@ -416,7 +416,7 @@ class Qwen2_5_VLProcessor(transformers.Qwen2_5_VLProcessor):
 
 
 def _seeing_qwen():
-    """As the published one: its processor makes a token of 28 × 28 pixels."""
+    """Like the published one: its processor makes a token of 28 × 28 pixels."""
     tokenizer = copy.deepcopy(qwen_tokenizer())
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]},
@@ -429,34 +429,34 @@ def _seeing_qwen():
 
 
 SEEING = dict.fromkeys(("QwenImageEditPipeline", "QwenImageEditPlusPipeline"), _seeing_qwen)
-"""The same of pipelines whose text encoders read images."""
+"""The same for pipelines whose text encoders read images."""
 SETTINGS = {"Krea2Pipeline": {"text_encoder_select_layers": [1, 2, 4]}}
-"""What its folder's index says beside them."""
+"""Other values in the folder's index."""
 
 
 def save(folder, class_name, seed=0):
-    """Write the text half of a pipeline in diffusers' layout, and give its parts."""
+    """Write a pipeline's text half in diffusers' layout. Returns its parts."""
     torch.manual_seed(seed)
     parts = (PARTS | SEEING)[class_name]()
     index = {"_class_name": class_name, "vae": ["diffusers", "AutoencoderKL"], **SETTINGS.get(class_name, {})}
     for name, part in parts.items():
         part.eval() if isinstance(part, torch.nn.Module) else None
         (part.image_processor if name == "processor" else part).save_pretrained(folder / name)
-        library = "prx" if isinstance(part, T5GemmaEncoder) else "transformers"  # as PRX's repositories have it
+        library = "prx" if isinstance(part, T5GemmaEncoder) else "transformers"  # as in PRX's repositories
         index[name] = [library, type(part).__name__]
     (folder / "model_index.json").write_text(json.dumps(index))
     return parts
 
 
 def pipeline_of(class_name, parts):
-    """The diffusers pipeline of these parts, and of nothing else."""
+    """The diffusers pipeline of these parts alone."""
     pipeline = getattr(diffusers, class_name)
     parameters = inspect.signature(pipeline.__init__).parameters.values()
     absent = {each.name: None for each in parameters if each.default is each.empty and each.name != "self"}
     absent |= {each.name: False for each in parameters if each.name == "requires_safety_checker"}
-    if class_name == "BriaPipeline":  # which asks for both, also where captions alone are encoded
+    if class_name == "BriaPipeline":  # it requires both, even to encode captions alone
         absent |= {"vae": diffusers.AutoencoderKL(), "transformer": diffusers.BriaTransformer2DModel(**BRIA)}
-    if class_name.startswith("HunyuanVideo15"):  # asks its VAE for the latents' channels, there or not
+    if class_name.startswith("HunyuanVideo15"):  # it reads the VAE's latent channels, if there is one
         absent["vae"] = tiny_vaes.hunyuan_15()
     return pipeline(**(absent | SETTINGS.get(class_name, {}) | parts))
 
@@ -474,7 +474,7 @@ SD3 = {
     "pooled_projection_dim": 12,
     "pos_embed_max_size": 16,
 }
-"""The transformer that takes what the encoders of StableDiffusion3Pipeline make."""
+"""A transformer that accepts what the encoders of StableDiffusion3Pipeline make."""
 WAN = {
     "patch_size": [1, 2, 2],
     "num_attention_heads": 2,
@@ -496,17 +496,17 @@ _PACKED = {
     "joint_attention_dim": 16,
 }
 BRIA = _PACKED | {"axes_dims_rope": [0, 4, 4]}
-"""Of BriaPipeline."""
+"""The transformer of BriaPipeline."""
 LONGCAT_IMAGE = _PACKED | {"pooled_projection_dim": 16, "axes_dims_rope": [2, 2, 4]}
-"""Of LongCatImagePipeline."""
+"""The transformer of LongCatImagePipeline."""
 FLUX = _PACKED | {"patch_size": 1, "axes_dims_rope": [2, 2, 4], "pooled_projection_dim": 8}
-"""Of FluxPipeline and FluxKontextPipeline."""
+"""The transformer of FluxPipeline and FluxKontextPipeline."""
 FLUX_CONTROL = FLUX | {"in_channels": 32, "out_channels": 16}
-"""Of FluxControlPipeline."""
+"""The transformer of FluxControlPipeline."""
 FLUX_FILL = FLUX | {"in_channels": 48, "out_channels": 16}
-"""Of FluxFillPipeline, whose VAE makes a latent of 2 × 2 pixels."""
+"""The transformer of FluxFillPipeline, whose VAE makes a latent of 2 × 2 pixels."""
 FLUX2 = _PACKED | {"joint_attention_dim": 48, "timestep_guidance_channels": 16, "axes_dims_rope": [2, 2, 2, 2]}
-"""Of Flux2Pipeline, which reads three layers."""
+"""The transformer of Flux2Pipeline, which reads three layers."""
 QWEN_IMAGE = {
     "patch_size": 2,
     "in_channels": 16,
@@ -517,9 +517,9 @@ QWEN_IMAGE = {
     "joint_attention_dim": 16,
     "axes_dims_rope": [4, 6, 6],
 }
-"""Of QwenImagePipeline and its edits."""
+"""The transformer of QwenImagePipeline and its edits."""
 OVIS_IMAGE = _PACKED | {"out_channels": 16, "axes_dims_rope": [2, 2, 4]}
-"""Of OvisImagePipeline."""
+"""The transformer of OvisImagePipeline."""
 COGVIEW3 = {
     "patch_size": 2,
     "in_channels": 4,
@@ -533,7 +533,7 @@ COGVIEW3 = {
     "pos_embed_max_size": 8,
     "sample_size": 8,
 }
-"""Of CogView3PlusPipeline."""
+"""The transformer of CogView3PlusPipeline."""
 COGVIEW4 = {
     "in_channels": 4,
     "out_channels": 4,
@@ -545,7 +545,7 @@ COGVIEW4 = {
     "condition_dim": 4,
     "rope_axes_dim": [8, 8],
 }
-"""Of CogView4Pipeline."""
+"""The transformer of CogView4Pipeline."""
 HUNYUAN_DIT = {
     "num_attention_heads": 2,
     "attention_head_dim": 8,
@@ -560,7 +560,7 @@ HUNYUAN_DIT = {
     "pooled_projection_dim": 6,
     "use_style_cond_and_image_meta_size": False,
 }
-"""Of version 1.2, for HunyuanDiTPipeline."""
+"""The transformer of HunyuanDiTPipeline, version 1.2."""
 HI_DREAM = {
     "patch_size": 2,
     "in_channels": 4,
@@ -576,7 +576,7 @@ HI_DREAM = {
     "max_resolution": [16, 16],
     "llama_layers": [0, 1, 2, 3],
 }
-"""Of both experts, for HiDreamImagePipeline."""
+"""The transformer of HiDreamImagePipeline, with both kinds of experts."""
 HUNYUAN_IMAGE = {
     "in_channels": 4,
     "out_channels": 4,
@@ -591,7 +591,7 @@ HUNYUAN_IMAGE = {
     "text_embed_2_dim": 12,
     "rope_axes_dim": [8, 8],
 }
-"""With a second text, for HunyuanImagePipeline."""
+"""The transformer of HunyuanImagePipeline, with a second text."""
 LUMINA_NEXT = {
     "sample_size": 8,
     "patch_size": 2,
@@ -603,7 +603,7 @@ LUMINA_NEXT = {
     "multiple_of": 8,
     "cross_attention_dim": 16,
 }
-"""Of LuminaPipeline."""
+"""The transformer of LuminaPipeline."""
 PRX = {
     "in_channels": 4,
     "patch_size": 2,
@@ -614,7 +614,7 @@ PRX = {
     "depth": 2,
     "axes_dim": [8, 8],
 }
-"""Of PRXPipeline."""
+"""The transformer of PRXPipeline."""
 KANDINSKY5 = {
     "in_visual_dim": 4,
     "out_visual_dim": 4,
@@ -629,7 +629,7 @@ KANDINSKY5 = {
     "axes_dims": [4, 6, 6],
     "visual_cond": True,
 }
-"""Of Kandinsky5T2VPipeline."""
+"""The transformer of Kandinsky5T2VPipeline."""
 KREA2 = {
     "in_channels": 16,
     "num_layers": 2,
@@ -647,7 +647,7 @@ KREA2 = {
     "num_refiner_text_blocks": 1,
     "axes_dims_rope": [4, 6, 6],
 }
-"""Of Krea2Pipeline, with the layers that SETTINGS names."""
+"""The transformer of Krea2Pipeline, with the layers that SETTINGS names."""
 MOCHI = {
     "num_attention_heads": 2,
     "attention_head_dim": 12,
@@ -671,4 +671,4 @@ HUNYUAN_VIDEO_15 = {
     "image_embed_dim": 8,
     "rope_axes_dim": [4, 6, 6],
 }
-"""From text, for HunyuanVideo15Pipeline, and from an image, for HunyuanVideo15ImageToVideoPipeline."""
+"""The transformers of HunyuanVideo15Pipeline and of HunyuanVideo15ImageToVideoPipeline."""

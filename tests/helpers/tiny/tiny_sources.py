@@ -1,4 +1,4 @@
-"""Tiny images, the files that sources read them from, and what is found there."""
+"""Tiny images, the files that hold them, and what a source finds there."""
 
 import io
 import tarfile
@@ -27,7 +27,7 @@ def gradient(width=8, height=8, mode="RGB"):
 
 
 def save(path, caption="a caption", image=None, **options):
-    """An image with a `.txt` beside it."""
+    """Save an image with a `.txt` beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     (image or gradient()).save(path, **options)
     if caption is not None:
@@ -60,7 +60,7 @@ def reason(item):
 
 
 def snapshot(folder, name, numbers, group=7):
-    """Parquet as the hub keeps it: images within, in small row groups."""
+    """Write Parquet as the hub does: images inside, in small row groups."""
     folder.mkdir(parents=True, exist_ok=True)
     images = [{"bytes": png(number), "path": f"{number}.png"} for number in numbers]
     table = pa.table({"image": images, "text": [f"number {number}" for number in numbers]})
@@ -68,7 +68,7 @@ def snapshot(folder, name, numbers, group=7):
 
 
 def write_tar(path, files, tar_format=tarfile.PAX_FORMAT):
-    """A tar of names and contents; a TarInfo stands for itself."""
+    """Write a tar of names and contents. A TarInfo is written as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=tar_format) as archive:
         for name, content in files:

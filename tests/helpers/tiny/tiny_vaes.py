@@ -1,4 +1,4 @@
-"""VAEs of diffusers with a few narrow blocks and random weights."""
+"""diffusers' VAEs with a few narrow blocks and random weights."""
 
 import diffusers
 import torch
@@ -16,7 +16,7 @@ def kl(**config):
 
 
 def pyramid(blocks, **config):
-    """The arguments of a small VAE of two levels; `blocks`: their name, with {} for Down and Up."""
+    """The arguments of a small VAE of two levels. `blocks` names its blocks, with {} for Down and Up."""
     return {
         "block_out_channels": (8, 16),
         "down_block_types": (blocks.format("Down"),) * 2,
@@ -39,7 +39,7 @@ def flux2():
 
 
 def wan(halved=False):
-    """`halved`: also in time."""
+    """With `halved` it halves the frames, too."""
     return diffusers.AutoencoderKLWan(
         base_dim=8,
         z_dim=4,
@@ -52,7 +52,7 @@ def wan(halved=False):
 
 
 def wan_22():
-    """As Wan 2.2 5B's: patches go in, blocks have residuals."""
+    """Like the VAE of Wan 2.2 5B: it takes patches, and its blocks have residuals."""
     return diffusers.AutoencoderKLWan(
         base_dim=8,
         z_dim=4,
@@ -76,7 +76,7 @@ def qwen_image():
 
 
 def qwen_image_of_8():
-    """Of 8 × 8 pixels a latent, as the published one."""
+    """A latent stands for 8 × 8 pixels, as in the published one."""
     halved = [False, True, True]
     return diffusers.AutoencoderKLQwenImage(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=halved, **STATISTICS
@@ -106,7 +106,7 @@ def ltx(levels=2, patch=2, **config):
 
 
 def hunyuan(levels=2):
-    """Frames are halved twice, where there are three levels for it."""
+    """Halves the frames twice, for which it needs three levels."""
     config = pyramid(
         "HunyuanVideo{}Block3D",
         block_out_channels=(8,) * (levels - 1) + (16,),
@@ -117,7 +117,7 @@ def hunyuan(levels=2):
 
 
 def hunyuan_15():
-    """Frames are halved twice; its attention takes one sample alone."""
+    """Halves the frames twice. Its attention takes one sample at a time."""
     vae = diffusers.AutoencoderKLHunyuanVideo15(
         latent_channels=4,
         block_out_channels=(16, 16, 16),
@@ -130,7 +130,7 @@ def hunyuan_15():
 
 
 def hunyuan_image():
-    """Its norms are of 32 groups."""
+    """Its norms have 32 groups."""
     return diffusers.AutoencoderKLHunyuanImage(
         in_channels=3,
         out_channels=3,
@@ -150,7 +150,7 @@ def cogvideox(frames=1, **config):
 
 
 def mochi():
-    """Its norms are of 32 groups; frames are halved once."""
+    """Its norms have 32 groups. It halves the frames once."""
     return diffusers.AutoencoderKLMochi(
         latent_channels=4,
         encoder_block_out_channels=(32, 32),
@@ -163,7 +163,7 @@ def mochi():
     )
 
 
-# By class: a small one, the latents that its transformers are fed for 16 × 24 pixels, and its pipeline's arithmetic.
+# By class: a small VAE, the latents of 16 × 24 pixels as its transformers get them, and its pipeline's arithmetic.
 VAES = {
     "AutoencoderKL": (lambda: kl(**STATISTICS, scaling_factor=0.5), (4, 8, 12), "statistics"),
     "AutoencoderKLFlux2": (flux2, (4, 8, 12), "batch norm"),
@@ -183,22 +183,22 @@ def _channels(values, z):
 
 
 def _by_statistics(vae, z):
-    """As WanPipeline undoes it."""
+    """The inverse of WanPipeline's decoding."""
     return (z - _channels(STATISTICS["latents_mean"], z)) / _channels(STATISTICS["latents_std"], z)
 
 
 def _by_buffers(vae, z):
-    """As LTXPipeline._normalize_latents."""
+    """LTXPipeline._normalize_latents."""
     return (z - _channels(vae.latents_mean, z)) * vae.config.scaling_factor / _channels(vae.latents_std, z)
 
 
 def _by_scale(vae, z):
-    """As CogVideoXPipeline and HunyuanVideoPipeline undo it."""
+    """The inverse of CogVideoXPipeline's and HunyuanVideoPipeline's decoding."""
     return z * vae.config.scaling_factor
 
 
-# By class: one that makes a latent frame of a frame, and then of two or four; its latents of 5 × 16 × 24 pixels; its
-# pipeline's arithmetic.
+# By class: a VAE whose first latent frame holds one frame and later ones two or four; its latents of 5 × 16 × 24
+# pixels; its pipeline's arithmetic.
 VIDEO_VAES = {
     "AutoencoderKLWan": (lambda: wan(halved=True), (4, 3, 8, 12), _by_statistics),
     "AutoencoderKLLTXVideo": (ltx, (4, 3, 4, 6), _by_buffers),

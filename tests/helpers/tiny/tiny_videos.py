@@ -6,11 +6,11 @@ import av
 import numpy as np
 from PIL import Image
 
-SHADES = 16  # of gray from one frame to the next: more than a codec changes
+SHADES = 16  # steps of gray between frames: more than a codec changes
 
 
 def video(path, times, tick=Fraction(1, 1000), codec="mpeg4", size=(32, 16), caption="a caption", aspect=None):
-    """A video file whose n-th frame is n shades bright and shown at `times[n]` ticks; `aspect`: its pixels' width over
+    """A video whose n-th frame is n shades bright and shown at `times[n]` ticks. `aspect` is its pixels' width over
     their height."""
     with av.open(path, "w") as container:
         stream = container.add_stream(codec, rate=Fraction(1) / tick)
@@ -28,7 +28,7 @@ def video(path, times, tick=Fraction(1, 1000), codec="mpeg4", size=(32, 16), cap
 
 
 def transparent(path, codec, pixels, tags=()):
-    """A second of video that is red and opaque on the left, and has hidden green on the right; `pixels`: its format."""
+    """One second of video: opaque red on the left, hidden green on the right. `pixels` is its pixel format."""
     frame = np.zeros((16, 32, 4), np.uint8)
     frame[:, :16], frame[:, 16:] = (255, 0, 0, 255), (0, 255, 0, 0)
     with av.open(path, "w") as container:
@@ -43,7 +43,7 @@ def transparent(path, codec, pixels, tags=()):
 
 
 def moving_square(path, rightwards, frames=12, fps=16, side=32):
-    """A white square that crosses a black video, and a caption that says how."""
+    """A white square that crosses a black video, and a caption that describes it."""
     with av.open(path, "w") as container:
         stream = container.add_stream("mpeg4", rate=fps)
         stream.width = stream.height = side

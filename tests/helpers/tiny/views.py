@@ -1,4 +1,4 @@
-"""What goes through a tiny model's parts: views that are written into later, rows of linear layers, and FLOPs."""
+"""Observe a tiny model: views that are written to, rows of linear layers, and FLOPs."""
 
 import re
 
@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def written_views(family, model, predict):
-    """Of the units that FSDP2 shards, in a forward pass and a loss: the classes whose views were written into."""
+    """Classes of FSDP2's units whose output is a view that is changed later, in a forward and a backward pass."""
     returned = []
 
     def note(module, _, output):
@@ -28,7 +28,7 @@ def written_views(family, model, predict):
 
 
 def rows_of_linears(family, model, predict):
-    """By the name of each linear layer within a block, but those that a router feeds: the rows of its inputs."""
+    """By name of each linear layer in a block, without a router's: the rows of its inputs."""
     rows = {}
     named = [
         (name, layer)
@@ -50,7 +50,7 @@ def rows_of_linears(family, model, predict):
 
 
 def counted_flops(predict):
-    """FLOPs of what is called, as torch counts them, which does not know the CPU's fused attention."""
+    """FLOPs of the calls by torch's counter, which does not know the CPU's fused attention."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         predict()
     return counter.get_total_flops()

@@ -1,4 +1,4 @@
-"""Before the first step: versions and runs of all processes are the same, and GPUs are free and as fast as others."""
+"""Before the first step: all processes have the same versions and run, and GPUs are free and as fast as the others."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ sys.exit(guard(main))
 
 @pytest.mark.parametrize(("second", "line"), [("train.seed=1", ""), ("train.seed=2", "train.seed 2, and rank 0 on")])
 def test_another_run_on_another_machine_is_named(capfd, monkeypatch, second, line):
-    """Each may have its own copy of the features."""
+    """Each process may have its own copy of the features."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-c", _STARTS, str(DIGITS), "train.seed=1", second, *TINY, "strategy.world_size=2"]
     status = Ranks(command, 10.0).run(2)
@@ -67,18 +67,18 @@ def test_gpus_in_use_and_slow_ones_are_named():
         "rank 3 on node1: 20.00 GiB of its GPU are in use before the run begins"
     ]
     assert notes([ALIKE[0], replace(ALIKE[1], product_s=0.002), *ALIKE[2:]]) == [
-        "rank 1 on node0: a matrix product takes its GPU 2 ms, and the median GPU 1 ms; look at its clocks, power "
+        "rank 1 on node0: a matrix product takes its GPU 2 ms, and the median GPU 1 ms; check its clocks, power "
         "limit and temperature"
     ]
 
 
 def test_slow_links_are_named_beside_their_peers():
-    """Of eight processes on two machines, between which the network is always slower."""
+    """Of eight processes on two machines, whose network is always slower."""
     links = (0.001, 0.001, 0.0021, 0.02, 0.001, 0.0019, 0.001, None)
     found = [replace(ALIKE[0], host=f"node{rank // 4}", link_s=seconds) for rank, seconds in enumerate(links)]
     assert notes(found) == [
         "rank 2 on node0: an all-reduce with rank 3 on node0 takes 2.1 ms, and the median one between GPUs of a "
-        "machine 1 ms; look at how they are connected (nvidia-smi topo -m, NCCL_DEBUG=INFO)"
+        "machine 1 ms; check how they are connected (nvidia-smi topo -m, NCCL_DEBUG=INFO)"
     ]
     found = [replace(each, host=f"node{rank // 2}") for rank, each in enumerate(found)]
     assert [line.split(" takes ")[0] for line in notes(found)] == [

@@ -1,4 +1,4 @@
-"""Where one process of a run is lost, the others end soon, with one line that names it."""
+"""When a run loses a process, the others end soon, with one line that names it."""
 
 import os
 import re
@@ -17,12 +17,12 @@ from two_processes import answer_of_two
 from bigdit.train.processes import launch
 from bigdit.train.processes.launch import Ranks, free_port
 
-# What a run may take to end when one of its processes was killed.
+# How long a run may take to end after one of its processes was killed.
 WITHIN_S = 30
 
 
 def kill_rank(run, rank):
-    """Kill one process of a run; the line that says so, when all have ended."""
+    """Kill one process of a run. Returns the line about it, when all have ended."""
     ranks = run.until_it_trains().ranks()
     os.kill(ranks[rank], signal.SIGKILL)
     until(lambda: ended(ranks), within=WITHIN_S)
@@ -39,7 +39,7 @@ def kill_rank(run, rank):
 
 @pytest.mark.slow
 def test_a_killed_process_of_zero2_leaves_nothing(features, tmp_path):
-    """DeepSpeed's collectives of CPUs, of no use in training, are neither compiled nor in shared memory."""
+    """DeepSpeed's own CPU collectives are neither compiled nor left in shared memory: training does not use them."""
     compiled = tmp_path / "compiled"
     with running(BIGDIT, features, tmp_path / "run", *ZERO2, TORCH_EXTENSIONS_DIR=str(compiled)) as run:
         maps = [Path(f"/proc/{pid}/maps").read_text() for pid in run.until_it_trains().ranks()]
@@ -64,12 +64,16 @@ def test_a_killed_process_under_torchrun(features, tmp_path):
         kill_rank(run, 1)
 
 
-STOPPED = {"zero2, its main process": (ZERO2, 0), "fsdp2": (FSDP2, 1)}
+STOPPED = {
+    "zero2, its main process": (ZERO2, 0),
+    "fsdp2": (FSDP2, 1),
+    "hsdp": ((*FSDP2, "strategy.dp_replicate=2"), 1),
+}
 
 
 @pytest.mark.slow
 def test_a_stopped_process_is_named_after_the_timeout(features, tmp_path):
-    """One run of each engine: both wait for the timeout at once. That of HSDP's groups is tested below."""
+    """One run for each engine: both wait for the timeout at once. HSDP's groups are tested below."""
     with ExitStack() as stack:
         runs = [
             stack.enter_context(running(BIGDIT, features, tmp_path / name, *engine, "train.timeout=5"))
@@ -127,15 +131,15 @@ if world.is_main:
 
 @pytest.mark.slow
 def test_every_group_of_every_engine_has_the_timeout(tmp_path):
-    """Of training, of the engine itself, of saving, and that by which processes agree on signals."""
+    """The groups of training, of the engine, of saving, and that by which processes agree on signals."""
     found = answer_of_two(_EVERY_GROUP, tmp_path)
     assert set(found) == {"zero0", "zero1", "zero2", "zero3", "fsdp2", "hsdp"}
     assert {timeout for timeouts in found.values() for timeout in timeouts} == {37.0}
-    assert len(found["zero0"]) > len(found["fsdp2"]) >= 2  # DeepSpeed's own among them
+    assert len(found["zero0"]) > len(found["fsdp2"]) >= 2  # including DeepSpeed's own
     assert len(found["hsdp"]) > len(found["fsdp2"])
 
 
-# Two processes in a group, of which the second does what is asked.
+# Two processes in a group. The second does what is asked.
 _GROUP = """
 import os, sys, time
 from contextlib import contextmanager
@@ -178,7 +182,7 @@ sys.exit(guard(main))
 
 
 def grouped(capfd, what, timeout=60.0):
-    """The exit status and what two processes print."""
+    """The exit status and the output of two processes."""
     status = Ranks([sys.executable, "-c", _GROUP, what, str(timeout)], 10.0).run(2)
     return status, capfd.readouterr().err
 
@@ -205,7 +209,7 @@ def test_a_bug_of_one_process_is_reported_by_that_one(capfd):
 def test_a_process_that_is_lost_before_it_has_reported_where_it_is(capfd):
     status, stderr = grouped(capfd, "lost")
     assert status == 137
-    assert stderr.startswith("error: of 2 processes one on another machine, or one that does not answer (")
+    assert stderr.startswith("error: one of 2 processes, on another machine or without an answer (")
     assert stderr.endswith(", was lost after step 0: all end; the same command resumes from the last checkpoint\n")
     assert stderr.count("\n") == 1
 
@@ -225,7 +229,7 @@ def test_a_process_that_does_not_answer(capfd, monkeypatch):
 
 
 def test_a_stopped_process_is_found_by_one_that_no_error_reaches(capfd, monkeypatch):
-    """As one that waits for a GPU."""
+    """It stands for a process that waits for a GPU."""
     monkeypatch.setattr(launch, "PATIENCE_S", 1.0)
     began = time.monotonic()
     status, stderr = grouped(capfd, "waits", timeout=2.0)
@@ -240,7 +244,7 @@ def test_a_stopped_process_is_found_by_one_that_no_error_reaches(capfd, monkeypa
 
 
 def test_a_process_that_a_signal_ends_while_the_main_one_hangs(capfd, monkeypatch):
-    """Before the first step the main process alone says that a signal ends it."""
+    """Before the first step, the main process alone says that a signal ends the run."""
     monkeypatch.setattr("bigdit.train.processes.launch.PATIENCE_S", 1.0)
     script = "import os, sys, time; time.sleep(100) if os.environ['RANK'] == '0' else sys.exit(143)"
     assert Ranks([sys.executable, "-c", script], 10.0).run(2) == 143
@@ -269,7 +273,7 @@ def test_processes_that_could_not_speak(capfd, monkeypatch, host_bytes, counted)
 
 
 def test_processes_that_abort_since_another_is_stopped(capfd, monkeypatch):
-    """As NCCL's watchdog has them do."""
+    """NCCL's watchdog aborts them so."""
     monkeypatch.setattr(launch, "PATIENCE_S", 1.0)
     script = "import os; os.kill(os.getpid(), 19) if os.environ['RANK'] == '1' else os.abort()"
     assert Ranks([sys.executable, "-c", script], 10.0).run(2) == 134
@@ -279,7 +283,7 @@ def test_processes_that_abort_since_another_is_stopped(capfd, monkeypatch):
 
 
 def test_the_process_that_holds_the_store_does_not_answer():
-    """Of launchers that hold none themselves: what the store is asked has no timeout of torch's."""
+    """Launchers that hold no store themselves: torch gives requests to a store no timeout."""
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     command = [sys.executable, "-c", _GROUP, "stops", "2"]
     ranks = [os.environ | port | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]

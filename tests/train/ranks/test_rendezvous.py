@@ -13,7 +13,7 @@ FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.world_siz
 
 
 def alone(rank, address, port, features, output, timeout=2):
-    """The only process that starts of two machines with one each."""
+    """The only process that starts, of two machines with one each."""
     more = (f"train.timeout={timeout}", f"data.features={features}", f"output={output}")
     settings = with_set([*TINY, *FSDP2, *more])
     own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
@@ -24,14 +24,15 @@ def alone(rank, address, port, features, output, timeout=2):
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, done.stderr
     assert "frame #" not in done.stderr  # of torch's stack
-    waits = f"waiting until all 2 processes of the run come to {address}:{port}, within {timeout} s (train.timeout)\n"
+    limit = f"within {timeout} s (train.timeout)\n"
+    waits = f"waiting until all 2 processes of the run connect to {address}:{port}, {limit}"
     assert (waits in done.stderr) == (timeout > 10)
     return errors[0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_port_in_use_is_a_line(features, tmp_path, rank):
-    """To the first process, and to others, which another program does not answer."""
+    """For the first process, and for others, which another program does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         line = alone(rank, "127.0.0.1", port, features, tmp_path)
@@ -40,13 +41,13 @@ def test_a_port_in_use_is_a_line(features, tmp_path, rank):
 
 @pytest.mark.slow
 def test_a_rendezvous_that_nobody_joins_is_a_line(features, tmp_path):
-    """Each at a rendezvous of its own: the first process, the second, and one that has a problem of its own."""
+    """Each waits alone: the first process, the second, and one with a problem of its own."""
     began, stores = time.monotonic(), {0: features, 1: features, 2: tmp_path / "none"}
-    with ThreadPoolExecutor(len(stores)) as aside:  # they wait at once
+    with ThreadPoolExecutor(len(stores)) as aside:  # they wait at the same time
         *waiting, ended = [
             aside.submit(alone, min(number, 1), "127.0.0.1", free_port(), store, tmp_path / str(number), timeout)
             for (number, store), timeout in zip(stores.items(), (13, 14, 2), strict=True)
         ]
-    assert all("did not all come to 127.0.0.1" in each.result() for each in waiting)
+    assert all("not all processes of the run connected to 127.0.0.1" in each.result() for each in waiting)
     assert "holds no latents" in ended.result()
     assert time.monotonic() - began < 120

@@ -1,4 +1,4 @@
-"""A process whose weights or moments differ from its replicas' is found, and named, before a checkpoint is saved.
+"""A process whose weights or moments differ from its replicas' is found and named before a checkpoint is saved.
 
 BIGDIT_ROUNDS=10 flips 1,000 bits, and takes 1,600 steps.
 """

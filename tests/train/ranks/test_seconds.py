@@ -46,7 +46,7 @@ def test_the_rank_that_others_wait_for_is_named(tmp_path):
 
 
 def window(*own):
-    """Ranks with these own times of a step, which all took as long as the slowest."""
+    """Ranks with these times of their own. Each step took as long as the slowest."""
     return [RankSeconds(f"node{rank}", max(own), 0.25, 1.0 + max(own) - each) for rank, each in enumerate(own)]
 
 
