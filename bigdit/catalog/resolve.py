@@ -64,7 +64,8 @@ def read_model_config(path: Path) -> ModelSpec:
         raise UserError(f"{file} is not a diffusers config.json: it is {error}") from None
     class_name = document.get("_class_name") if isinstance(document, dict) else None
     if not isinstance(class_name, str):
-        raise UserError(f"{file} names no _class_name, as diffusers' config.json does")
+        example = '"_class_name": "FluxTransformer2DModel"'
+        raise UserError(f"{file} has no _class_name; add the model's class, such as {example}, or give a model's name")
     kwargs = {key: value for key, value in document.items() if not key.startswith("_")}
     spec = ModelSpec(name=_name(file.absolute()) or class_name, class_name=class_name, kwargs=kwargs)
     try:

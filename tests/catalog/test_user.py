@@ -84,6 +84,10 @@ def test_what_a_config_must_say(tmp_path):
         f"{file} has no in_channels, which the plan needs",
         f"{file} has no caption_channels, which the plan needs",
     ]
+    (tmp_path / "nameless").mkdir()
+    (tmp_path / "nameless/config.json").write_text(json.dumps(kwargs))
+    with pytest.raises(UserError, match=r"nameless/config\.json has no _class_name; add .* or give a model's name$"):
+        user_model(tmp_path / "nameless")
     with pytest.raises(UserError, match=r"no family adapter drives 'UNet2DConditionModel': it is a U-Net, and "):
         user_model(written(tmp_path / "unet", "UNet2DConditionModel", {}))
     with pytest.raises(
