@@ -110,7 +110,7 @@ def _said(found: Extraction) -> str:
 def _tried(found: Recipe, hub: Path, folder: Path) -> Took:
     """Three steps, and an image."""
     receipts = trained(found, hub, folder)
-    if found.draws:
+    if found.generates:
         drawn(found, folder)
     return _took(found, receipts, folder)
 

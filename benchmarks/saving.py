@@ -28,7 +28,7 @@ from on_gpu.points import few_blocks
 from bigdit import catalog, checkpoint, engines, libraries, models
 from bigdit.config.load import parse_strategy
 from bigdit.dist import World
-from bigdit.engines.state import places
+from bigdit.engines.state import state_slices
 from bigdit.files import write_text
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import request_for
@@ -69,7 +69,7 @@ def main() -> None:
         train_step(engine, family, FlowMatchingSpec(), [batch(request.batch, strategy)], lr=1e-6)
 
     def copy() -> None:
-        held = [place.tensor.to("cpu", copy=True) for place in places(engine, None, 0).values()]
+        held = [place.tensor.to("cpu", copy=True) for place in state_slices(engine, None, 0).values()]
         assert held
 
     took: dict[str, list[float]] = {}

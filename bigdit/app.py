@@ -1,4 +1,4 @@
-"""The command line: its commands, each a module of bigdit/commands, and their errors."""
+"""The command line: its commands, each a module of bigdit/commands, and errors of its options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WIDEST = 1000
 """The most columns of help; click's own limit is 80."""
 
 HELP = {"-h", "--help", "--version"}
-"""Options that work anywhere; after -- they belong to another command."""
+"""Options that work anywhere before `--`."""
 
 app = typer.Typer(
     name="bigdit",
@@ -72,7 +72,7 @@ for name, module in groups.items():
 for command in (
     *app.registered_commands,
     *(each for group in groups.values() for each in group.app.registered_commands),
-):  # else click cuts them off
+):  # else click truncates them
     command.short_help = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
 
 
@@ -97,14 +97,14 @@ def _command() -> Any:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command and return its exit status. The caller handles Ctrl-C, which typer would hide."""
+    """Run a command and return its exit status. Ctrl-C raises KeyboardInterrupt."""
     if arguments and not HELP & set(itertools.takewhile(lambda each: each != "--", arguments)):
         _check_folder()
     command = _command()
     try:
         with command.make_context("bigdit", _with_value(arguments)) as context:
             result = command.invoke(context)
-    except UsageError as error:  # an unknown option or a missing one: click would exit 2, which means DOES NOT FIT
+    except UsageError as error:  # such as an unknown option: click would exit 2, which means DOES NOT FIT
         _raise_by_option(error)
         _add_hint(error)
         message = error.format_message()
@@ -121,7 +121,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _called(arguments: Sequence[str]) -> str:
-    """The command as it was called, such as `bigdit bench step`. An error of a missing value does not name it."""
+    """The command as it was called, such as `bigdit bench step`."""
     command, path = _command(), "bigdit"
     for each in arguments:
         if each not in getattr(command, "commands", {}):
@@ -131,7 +131,7 @@ def _called(arguments: Sequence[str]) -> str:
 
 
 def _with_value(arguments: Sequence[str]) -> list[str]:
-    """`plan --fp8` as `plan --fp8 tensorwise`: typer has no option whose value may be left out."""
+    """Replace `plan --fp8` by `plan --fp8 tensorwise`: typer has no optional values."""
     found = list(arguments)
     if found[:1] == ["plan"] and "--fp8" in found:
         after = found.index("--fp8") + 1
@@ -141,7 +141,7 @@ def _with_value(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_folder() -> None:
-    """Raise UserError where the working folder was removed: torch's libraries would not load."""
+    """Raise UserError if the working folder was removed: torch's libraries would not load."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -149,7 +149,7 @@ def _check_folder() -> None:
 
 
 def _raise_by_option(error: Any) -> None:
-    """Raise UserError for a wrong value of an option, in place of pydantic's message."""
+    """Raise UserError for a value of an option that pydantic rejects."""
     from pydantic import ValidationError
 
     from bigdit.config.wrong import expected
@@ -159,12 +159,12 @@ def _raise_by_option(error: Any) -> None:
 
 
 def _add_hint(error: Any) -> None:
-    """For an option of other trainers name the command's own, in place of options with a similar spelling."""
+    """For an option of other trainers, name this command's option instead of similar spellings."""
     from bigdit.config.wrong import key_meant, suggested
 
     option = getattr(error, "option_name", None)
     meant = key_meant(option) if option else None
-    if meant is None or error.ctx is None:  # None: the option is known, and lacks its value
+    if meant is None or error.ctx is None:  # ctx is None if a known option lacks its value
         return
     here = {each: param for param in error.ctx.command.params for each in param.opts}
     own = next((each for each in meant.options if each in here), None)

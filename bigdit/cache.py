@@ -1,4 +1,4 @@
-"""Answers on disk: a file each, named by the digest of all that the answer depends on. Damaged files are ignored."""
+"""A cache of answers on disk: one file each, named by a digest of all inputs. Damaged files are ignored."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from bigdit.files import read_bytes, write_text
 
 
 def write_checksummed(path: Path, text: str) -> None:
-    """Write a text with its SHA-256, all or nothing. Raises UserError where that fails."""
+    """Write a text with its SHA-256, all or nothing. Raises UserError if that fails."""
     write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
 
 
 def read_checksummed(path: Path) -> bytes:
-    """The text of such a file. Raises ValueError where it was changed; OSError."""
+    """The text that `write_checksummed` wrote. Raises ValueError if it was changed; OSError."""
     checksum, _, text = read_bytes(path).partition(b"\n")
     if checksum != hashlib.sha256(text).hexdigest().encode():
         raise ValueError(f"{path} was changed")
@@ -42,12 +42,12 @@ def cache_root() -> Path:
 
 
 _NOTICED: set[Path] = set()
-"""Folders that could not be written: each is logged once."""
+"""Folders that could not be written, and were logged."""
 
 
 @dataclass(frozen=True)
 class Cache(Generic[Answer]):
-    """One kind of answer, in `folder` of the cache. Notices name it (`what`), and how it is made (`making`)."""
+    """One kind of answer, in `folder` of the cache. `what` and `making` name it and its computation in notices."""
 
     folder: str
     kind: type[Answer]
@@ -55,18 +55,18 @@ class Cache(Generic[Answer]):
     making: str
 
     def find(self, key: Iterable[str]) -> Answer | None:
-        """The answer; None without one. A damaged one is logged."""
+        """The answer; None if it is missing or damaged, which is logged."""
         file = self._file(key)
         try:
             return self.kind.model_validate_json(read_checksummed(file))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError):  # pydantic's among them
+        except (OSError, ValueError):  # pydantic's error is a ValueError
             log.notice(f"{file} is damaged, and {self.making} again")
             return None
 
     def keep(self, key: Iterable[str], answer: Answer) -> None:
-        """Store an answer. A cache that cannot be written is logged once for each folder."""
+        """Store an answer. A folder that cannot be written is logged once."""
         try:
             write_checksummed(self._file(key), answer.model_dump_json())
         except UserError as error:
@@ -82,14 +82,13 @@ class Cache(Generic[Answer]):
 
 @functools.cache
 def installed() -> str:
-    """The versions of the libraries that compute answers."""
+    """The versions of the libraries that answers depend on."""
     return json.dumps(versions(), sort_keys=True)
 
 
 @functools.cache
 def digest_of(*names: str) -> str:
-    """A digest of bigdit's source files and folders of these names, because a version number does not change with each
-    edit."""
+    """A digest of bigdit's source files and folders of these names: a version number does not change with each edit."""
     root = Path(bigdit.__file__).parent
     digest = hashlib.sha256()
     for name in names:

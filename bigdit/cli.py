@@ -1,4 +1,4 @@
-"""The entry of the command line: every error, from the first import on, ends in `errors.guard`."""
+"""The entry point of the command line. `errors.guard` handles all errors after the first import."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
     status = guard(lambda: _run(sys.argv[1:] if arguments is None else arguments))
     if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C also ends the exit, without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the exit prints no traceback
     sys.exit(status)
 
 

@@ -29,13 +29,12 @@ ACCELERATE = {
     "parallelism_config_cp_size": ("PARALLELISM_CONFIG_CP_SIZE", "1"),
     "parallelism_config_sp_size": ("PARALLELISM_CONFIG_SP_SIZE", "1"),
 }
-"""Options of `accelerate launch` that change a step, with their environment variables (accelerate/utils/launch.py) and
-defaults."""
+"""Options of `accelerate launch` that change a step: variables (accelerate/utils/launch.py) and defaults."""
 
 
 @dataclass(frozen=True)
 class World:
-    """`rank` of `world_size` processes, `local_rank` on this machine."""
+    """A process: `rank` of `world_size`, and `local_rank` on this machine."""
 
     rank: int = 0
     local_rank: int = 0
@@ -46,12 +45,12 @@ class World:
         return self.rank == 0
 
     def of_samples(self, cp: int) -> World:
-        """The place among groups of `cp` neighbouring processes, each of which shares its samples."""
+        """The place of this process's group, where groups of `cp` neighbouring processes share samples."""
         return World(self.rank // cp, self.local_rank, self.world_size // cp)
 
 
 def world_from_env() -> World:
-    """The world by RANK, LOCAL_RANK and WORLD_SIZE of torchrun, deepspeed and accelerate; else one process."""
+    """The world of RANK, LOCAL_RANK and WORLD_SIZE, which torchrun, deepspeed and accelerate set; else one process."""
     values = {}
     for key, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         text = os.environ.get(key, default)
@@ -62,13 +61,13 @@ def world_from_env() -> World:
 
 
 def processes_here() -> int | None:
-    """The processes of this machine, as torchrun and accelerate (LOCAL_WORLD_SIZE) or deepspeed (LOCAL_SIZE) say."""
+    """The number of processes on this machine, from torchrun and accelerate (LOCAL_WORLD_SIZE) or deepspeed
+    (LOCAL_SIZE)."""
     found = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ""))
     return int(found) if found.isdigit() and int(found) else None
 
 
 def asked_of_accelerate() -> dict[str, str]:
-    """The options of ACCELERATE that `accelerate launch` got from its command line or config; empty for other
-    launchers."""
-    found = {option: (os.environ.get(variable, ""), unasked) for option, (variable, unasked) in ACCELERATE.items()}
-    return {option: text for option, (text, unasked) in found.items() if text.lower() not in ("", "auto", unasked)}
+    """The options of ACCELERATE that differ from their defaults; empty for other launchers."""
+    found = {option: (os.environ.get(variable, ""), default) for option, (variable, default) in ACCELERATE.items()}
+    return {option: text for option, (text, default) in found.items() if text.lower() not in ("", "auto", default)}

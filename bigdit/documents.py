@@ -1,7 +1,7 @@
-"""YAML and JSON of users: plain values within limits, or an error of one line.
+"""Reads users' YAML and JSON: plain values within limits, or an error of one line.
 
-A small document can expand to gigabytes (aliases), exhaust the interpreter's stack (nesting), or hold integers that
-nothing can take. Types of numbers for the keys: no truth values, finite, integers of at most 64 bits.
+A small document can expand to gigabytes (aliases), overflow the interpreter's stack (nesting), or have integers that
+are too large. Types of keys' numbers: no booleans, finite, integers of at most 64 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEEPEST = 64
 """The most levels of lists and mappings; documents of DeepSpeed and diffusers have four."""
 
 MOST_VALUES = 25_000
-"""The most values of a YAML document, with aliases expanded: a plan has about a thousand, and ImageNet-21k has 21,841
+"""The most values of a YAML document, with aliases expanded. A plan has about a thousand; ImageNet-21k has 21,841
 classes."""
 
 MOST_YAML_BYTES = 2**20
@@ -35,16 +35,16 @@ _DEEP = f"nested too deeply: {DEEPEST} levels are the most"
 
 
 class _Refused(ValueError):
-    """The problem of a readable document."""
+    """The problem of a document beyond the limits."""
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file. Raises OSError where it cannot be read; ValueError as `parse_json` does."""
+    """The value of a JSON file. Raises OSError if it cannot be read; ValueError as `parse_json`."""
     return parse_json(read_bytes(path))
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """The weight files in an index of safetensors. Raises OSError where it cannot be read; ValueError if it names
+    """The weight files that an index of safetensors names. Raises OSError if it cannot be read; ValueError if it names
     anything but .safetensors files in its folder."""
     document = read_json(index)
     names = document.get("weight_map") if isinstance(document, dict) else None
@@ -60,8 +60,8 @@ _VARIANTS = (None, "bf16", "fp16", "fp32")
 
 
 def weight_files(folder: Path, *names: str) -> tuple[list[Path], str | None]:
-    """The files of a folder's weights, by the first of `names` that it has, and their variant: None, or bf16 of
-    model.bf16.safetensors; or that file, if it is one. Raises OSError or ValueError for an unreadable index."""
+    """The weight files in a folder, by the first of `names` that exists, and their variant: None, or `bf16` of
+    model.bf16.safetensors. A file is its own weight file. Raises OSError or ValueError for an unreadable index."""
     if folder.is_file():
         return [folder], None
     for name in names:
@@ -76,7 +76,7 @@ def weight_files(folder: Path, *names: str) -> tuple[list[Path], str | None]:
 
 
 def read_file(path: Path, name: str, where_missing: str = "") -> bytes:
-    """The bytes of a file, named `name` in errors. Raises UserError, with the hint `where_missing`."""
+    """The bytes of a file, called `name` in errors. Raises UserError; `where_missing`: a hint if it does not exist."""
     try:
         return read_bytes(path)
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def read_file(path: Path, name: str, where_missing: str = "") -> bytes:
 
 
 def read_mapping(path: Path, parse: Callable[[bytes], Any], name: str, expected: str) -> dict[str, Any]:
-    """The mapping in a file that `parse` reads. Raises UserError where it is missing, damaged, or no mapping."""
+    """The mapping in a file that `parse` reads. Raises UserError if it is missing, damaged, or no mapping."""
     try:
         document = parse(read_file(path, name))
     except ValueError as error:
@@ -100,8 +100,8 @@ def read_mapping(path: Path, parse: Callable[[bytes], Any], name: str, expected:
 def parse_yaml(text: str | bytes) -> Any:
     """The value of a YAML document.
 
-    Raises ValueError, whose text continues `it is`, for what is not YAML, for nesting, aliases and integers beyond the
-    limits, for repeated keys, and for texts that no file name can hold.
+    Raises ValueError, whose text follows `it is`: not YAML; nesting, aliases or integers beyond the limits; repeated
+    keys; text that no file name can have.
     """
     try:
         _short(text, MOST_YAML_BYTES)
@@ -116,12 +116,12 @@ def parse_yaml(text: str | bytes) -> Any:
     except yaml.MarkedYAMLError as error:
         where = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1})"
         raise ValueError(f"not YAML: {error.problem}{where}") from None
-    except Exception as error:  # what builds the values of tags such as !!timestamp raises many classes
+    except Exception as error:  # constructors of tags such as !!timestamp raise many classes
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON document. Raises ValueError as `parse_yaml` does."""
+    """The value of a JSON document. Raises ValueError as `parse_yaml`."""
     try:
         _short(text, MOST_BYTES)
         value = json.loads(text, parse_int=lambda digits: _bounded(digits, int), object_pairs_hook=_distinct)
@@ -136,14 +136,14 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def at(document: Any, keys: Sequence[str]) -> Any:
-    """The value at `keys` of nested mappings; None where there is none."""
+    """The value at `keys` of nested mappings; None if there is none."""
     for key in keys:
         document = document.get(key) if isinstance(document, dict) else None
     return document
 
 
 def differences(found: Any, wanted: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, found, wanted) of every value that two documents do not share; None where a key is missing."""
+    """(key, found, wanted) of all values that differ between two documents; None for a missing key."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted(found.keys() | wanted.keys()):
             yield from differences(found.get(name), wanted.get(name), f"{key}.{name}".removeprefix("."))
@@ -152,14 +152,14 @@ def differences(found: Any, wanted: Any, key: str = "") -> Iterator[tuple[str, A
 
 
 def written(value: Any) -> str:
-    """A value on one line, as in YAML; keys with null are left out."""
+    """A value on one line, as in YAML, without null values of a mapping."""
     if isinstance(value, dict):
         value = {key: each for key, each in value.items() if each is not None}
     return value if isinstance(value, str) else json.dumps(value)
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects what is beyond the limits, with its line, before building more of it."""
+    """Rejects values beyond the limits, with their line, as early as possible."""
 
     _depth = _values = 0
 
@@ -205,9 +205,10 @@ def _where(node: yaml.Node) -> str:
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Values and levels of a node with its aliases followed. `known`: those of other nodes by id, None around this one.
+    """The numbers of values and levels of a node, with aliases followed. `known`: results by id; None while a node is
+    measured.
 
-    The recursion is no deeper than the document: the target of an alias comes before it, and is known.
+    The recursion is not deeper than the document: an alias comes after its target, which is known.
     """
     if id(node) in known:
         if (found := known[id(node)]) is None:
@@ -227,7 +228,7 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
 
 
 def _check(value: Any) -> None:
-    """Depth and texts of a JSON value."""
+    """Check the depth and the texts of a JSON value."""
     waiting = [(value, 1)]
     while waiting:
         value, level = waiting.pop()
@@ -250,7 +251,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _bounded(digits: str, convert: Callable[[str], int], where: str = "") -> int:
-    """The integer that `digits` are, unless it has more than 64 bits."""
+    """The integer of these `digits`. Raises _Refused beyond 64 bits."""
     if len(digits) <= _MOST_DIGITS:
         number = convert(digits)
         if number.bit_length() <= 64:
@@ -259,7 +260,7 @@ def _bounded(digits: str, convert: Callable[[str], int], where: str = "") -> int
 
 
 def _nameable(text: str, where: str = "") -> str:
-    """The text, unless it has a zero byte or half a character."""
+    """The text. Raises _Refused for a zero byte or half a surrogate pair."""
     if "\0" not in text:
         try:
             text.encode()
@@ -270,11 +271,11 @@ def _nameable(text: str, where: str = "") -> str:
 
 
 MOST_PROCESSES = 1024
-"""The most processes or threads of one machine, which has a few hundred cores and at most 16 GPUs."""
+"""The most processes or threads on one machine, which has a few hundred cores and at most 16 GPUs."""
 
 
 def no_truth_value(value: Any) -> Any:
-    """The value, unless it is true or false, which Python treats as 1 and 0."""
+    """The value, unless it is a boolean, which Python treats as 1 or 0."""
     if isinstance(value, bool):
         raise PydanticCustomError("float_type", "a number was expected")
     return value
@@ -287,7 +288,7 @@ Processes = Annotated[_Whole, Field(ge=1, le=MOST_PROCESSES)]
 Side = Annotated[_Whole, Field(ge=1, le=LARGEST_SIDE)]
 
 Number = Annotated[float, BeforeValidator(no_truth_value), Field(allow_inf_nan=False)]
-"""Also text such as `1e-4`, which YAML 1.1 reads as text."""
+"""Accepts text such as `1e-4`, which is no number in YAML 1.1."""
 Degree = Annotated[Literal[1, 2, 4, 8], BeforeValidator(no_truth_value)]
 Positive = Annotated[Number, Field(gt=0.0)]
 NotNegative = Annotated[Number, Field(ge=0)]

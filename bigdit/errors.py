@@ -1,4 +1,4 @@
-"""Errors of users, and how commands and launched processes end on errors."""
+"""Users' errors, exit statuses, and streams that cannot be written."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from bigdit import machine
 
 EXIT_USER, EXIT_BUG, EXIT_INTERRUPTED = 1, 3, 130
 
-# Errors of the system about paths and disks that no command reports itself.
-_OF_PATHS = (
+# The system's errors about paths and disks that commands need not report themselves.
+_PATH_ERRORS = (
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM),
     *(errno.EROFS, errno.ENOSPC, errno.EDQUOT),
 )
 
-# Messages of Python, glibc, libgomp and workers where the system refuses a process, a thread or memory.
+# Messages of Python, glibc, libgomp and workers when the system gives no more processes, threads or memory.
 _NO_PROCESS = ("can't start new thread", os.strerror(errno.EAGAIN), "Thread creation failed")
 _NO_MEMORY = ("MemoryError", os.strerror(errno.ENOMEM), "failed to map segment")
 _NO_HOME = "Could not determine home directory"
@@ -36,8 +36,7 @@ _HIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 
 
 class UserError(Exception):
-    """An error that the user can fix. Each problem is one line: what was asked, what was found, the nearest fix. All
-    known problems are reported at once."""
+    """Problems that the user can fix, one line each: what was asked, what was found, the nearest fix."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("; ".join(problems))
@@ -45,11 +44,11 @@ class UserError(Exception):
 
 
 class Killed(Exception):
-    """A process of ours was killed, by somebody or by a kernel short of memory. The first line names it."""
+    """A child process was killed, by a person or by a kernel without memory. The first line names it."""
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> str:
-    """`did you mean a, b?` for a misspelt name; the known names where none is near."""
+    """`did you mean a, b?` for a misspelt name; the known names if none is similar."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=most, cutoff=0.5)
     if near:
@@ -58,20 +57,9 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the libraries that matter for a plan or a run, without importing them."""
-    found = {"python": platform.python_version()}
-    for name in (
-        "bigdit",
-        "torch",
-        "deepspeed",
-        "diffusers",
-        "transformers",
-        "bitsandbytes",
-        "torchao",
-        "peft",
-        "accelerate",
-    ):
-        found[name] = _version(name)
+    """Installed versions of the libraries that affect a plan or a run, without importing them."""
+    names = ("bigdit", "torch", "deepspeed", "diffusers", "transformers", "bitsandbytes", "torchao")
+    found = {"python": platform.python_version()} | {name: _version(name) for name in (*names, "peft", "accelerate")}
     extras = {name: _version(name) for name in ("prodigyopt", "schedulefree")}
     return found | {name: version for name, version in extras.items() if version != "missing"}
 
@@ -85,20 +73,21 @@ def _version(name: str) -> str:
 
 
 def shown(text: str) -> str:
-    """`text` made safe for a terminal: control characters (ESC), changes of the writing direction, and bytes that
-    are no UTF-8 become `\\x1b`. Line ends stay."""
+    """`text` made safe for a terminal: control characters (as `\\x1b`), changes of the writing direction, and bytes
+    that are no UTF-8 are escaped. Line ends stay."""
     return _HIDDEN.sub(_escaped, text)
 
 
 def _escaped(found: re.Match[str]) -> str:
     sign = ord(found[0])
-    if 0xDC80 <= sign <= 0xDCFF:  # as os.fsdecode has a byte that is no UTF-8
+    if 0xDC80 <= sign <= 0xDCFF:  # os.fsdecode's form of a byte that is no UTF-8
         sign -= 0xDC00
     return f"\\x{sign:02x}" if sign < 256 else f"\\u{sign:04x}"
 
 
 def refused(error: BaseException) -> str | None:
-    """A line about what the system refused this process, if that caused `error`; else None."""
+    """A message if `error` comes from the system's limits on processes, threads or memory, or a missing HOME; else
+    None."""
     for each in _causes(error):
         text = f"{type(each).__name__}: {each}"
         if _NO_HOME in text:
@@ -113,21 +102,21 @@ def refused(error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes, the last first."""
+    """An error, its cause, the cause's cause, …."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def guard(main: Callable[[], int | None]) -> int:
-    """Run `main` and return the exit status.
+    """Run `main`, print its error, and return the exit status.
 
-    Errors of the user, killed processes and refusals of the system are one line and 1; a bug is a traceback with
-    versions and 3; Ctrl-C is 130. In a launched group only rank 0 prints errors that all ranks have. A report that
-    cannot be written is an error; a lost notice is not.
+    A user's error, a killed process and a limit of the system: one line, 1. A bug: a traceback with versions, 3.
+    Ctrl-C: 130. Of launched processes only the first on each machine prints a user's error. A report that cannot be
+    written is an error; a lost notice is not.
     """
     prepare_streams()
-    if os.environ.get("TORCH_LOGS") == "":  # with an empty one torch 2.13 cannot be imported
+    if os.environ.get("TORCH_LOGS") == "":  # torch 2.13 cannot be imported with an empty value
         del os.environ["TORCH_LOGS"]
     status = _guarded(main)
     lost_stream("stderr")
@@ -138,21 +127,17 @@ def guard(main: Callable[[], int | None]) -> int:
 
 
 def _print(text: str) -> None:
-    """Print to stderr, if it can be written."""
+    """Print to stderr, if that is possible."""
     with suppress(OSError):
         print(shown(text), file=sys.stderr)
-
-
-def _first_here() -> bool:
-    """Whether this is a machine's first process: each machine may have a problem of its own."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
 
 
 def _guarded(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except UserError as error:
-        if _first_here():
+        # Once on each machine, because problems may differ between machines.
+        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
             for problem in error.problems:
                 _print(f"error: {problem}")
         return EXIT_USER
@@ -160,23 +145,23 @@ def _guarded(main: Callable[[], int | None]) -> int:
         cause = str(error).splitlines()[0].rstrip(":")
         _print(f"error: {cause}: somebody killed it, or a kernel short of memory; run it again")
         return EXIT_USER
-    except BrokenPipeError:  # the reader of our output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the last flush would fail again
+    except BrokenPipeError:  # the reader of stdout has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the last flush fails again
         return EXIT_USER
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C also ends the exit, without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C ends the process without a traceback
         if os.environ.get("RANK", "0") == "0":
             _print("interrupted")
         return EXIT_INTERRUPTED
     except Exception as error:
-        return _unforeseen(error)
+        return _unexpected(error)
 
 
-def _unforeseen(error: Exception) -> int:
+def _unexpected(error: Exception) -> int:
     if why := refused(error):
         _print(f"error: {why}")
         return EXIT_USER
-    if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_PATHS:
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _PATH_ERRORS:
         _print(f"error: {str(error.filename)[:200]}: {error.strerror}")
         return EXIT_USER
     if isinstance(error, OSError) and error.filename is None:
@@ -194,7 +179,7 @@ _PLAIN = {"×": "x", "·": ".", "–": "-", "—": "-", "−": "-", "→": "->",
 
 
 def prepare_streams() -> None:
-    """Open closed streams on /dev/null, else files would get their numbers; replace characters that a stream cannot
+    """Open closed streams on /dev/null, because files would get their numbers. Replace characters that a stream cannot
     write."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
@@ -211,23 +196,19 @@ def prepare_streams() -> None:
 
 
 def lost_stream(name: str, written: str = "") -> str | None:
-    """Why stdout or stderr cannot be written, tried with its buffer and `written`; None where it can."""
+    """Try to write `written` to stdout or stderr. Returns the reason if it cannot be written, else None."""
     try:
         print(written, end="", file=getattr(sys, name), flush=True)
     except OSError as error:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), ("stdin", "stdout", "stderr").index(name)
-        )  # else the last flush fails
+        stream = ("stdin", "stdout", "stderr").index(name)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # else the last flush fails
         return error.strerror
     return None
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
-    """ASCII in place of what an encoding lacks."""
+    """Replace characters that the encoding lacks by ASCII."""
     assert isinstance(error, UnicodeEncodeError)
     found = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(each) or _letters(each) or "?" for each in found), error.end
-
-
-def _letters(character: str) -> str:
-    return unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+    plain = (_PLAIN.get(each) or unicodedata.normalize("NFKD", each) for each in found)
+    return "".join(each.encode("ascii", "ignore").decode() or "?" for each in plain), error.end

@@ -1,7 +1,7 @@
 """Safe reads and writes of files.
 
-A write uses a temporary name, fsync, rename and fsync of the folder: an existing name is complete. A read opens only
-regular files up to a size limit, and recognises pointers of Git LFS.
+A write uses a temporary name, fsync, rename and fsync of the folder, so that files with final names are complete. A
+read opens only regular files up to a size limit, and recognises Git LFS pointers.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from bigdit import log
 from bigdit.errors import UserError
 
 TEMPORARY = ".tmp-"
-# File systems without locks: Lustre without the mount option flock, some FUSE and object stores.
+# Errors of file systems without locks: Lustre without the mount option flock, some FUSE and object stores.
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 IS_LFS_POINTER = "is a Git LFS pointer, not the file: run `git lfs pull`"
 _LFS = b"version https://git-lfs.github.com/spec/"
-"""The beginning of a pointer. Source: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md"""
+"""How a pointer begins. Source: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md"""
 
 
 def is_lfs_pointer(start: bytes) -> bool:
-    """Whether a file that begins with `start` is a pointer of Git LFS."""
+    """Whether a file that begins with `start` is a Git LFS pointer."""
     return start.startswith(_LFS)
 
 
 def lfs_pointer(path: Path) -> str | None:
-    """The problem of a file, or of a file in a folder, that is a pointer of Git LFS; None without one."""
-    with contextlib.suppress(OSError):  # reading it reports that
+    """The problem of a Git LFS pointer: this file, or a file in this folder; None without one."""
+    with contextlib.suppress(OSError):  # a later read reports it
         for file in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
             with file.open("rb") as opened:
                 if is_lfs_pointer(opened.read(len(_LFS))):
@@ -47,7 +47,7 @@ def lfs_pointer(path: Path) -> str | None:
 
 
 MOST_BYTES = 2**24
-"""The most bytes of a file that is read at once. The largest index of weights has about 1 MB."""
+"""The most bytes of a file that is read whole. The largest index of weights has about 1 MB."""
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -68,18 +68,18 @@ def check_regular(path: Path) -> None:
 
 
 def open_descriptor(path: Path) -> int:
-    """A regular file, open for reading. Raises OSError, also for anything else that has a name."""
+    """Open a regular file for reading. Raises OSError, also for anything else than a regular file."""
     check_regular(path)
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may have replaced it
 
 
 def open_file(path: Path) -> BinaryIO:
-    """As `open_descriptor`, as a file of Python."""
+    """As `open_descriptor`, as a Python file."""
     return open(open_descriptor(path), "rb")
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """All bytes of a regular file. Raises OSError, also where it has more than `most`."""
+    """All bytes of a regular file. Raises OSError, also for more than `most` bytes."""
     with open_file(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -88,10 +88,10 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def leads_out(folder: Path, path: Path) -> bool:
-    """Whether a path in a folder is a link to something outside. Links of a hub's cache to its blobs count as inside:
-    models--NAME/snapshots/REVISION/FILE -> ../../blobs/DIGEST.
+    """Whether a path in a folder is a link to something outside.
 
-    Source: huggingface_hub's guide `manage-cache`.
+    Links of the hub's cache count as inside: models--NAME/snapshots/REVISION/FILE -> ../../blobs/DIGEST. Source:
+    huggingface_hub's guide `manage-cache`.
     """
     if not path.is_symlink():
         return False
@@ -104,17 +104,16 @@ def leads_out(folder: Path, path: Path) -> bool:
 def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
     """A temporary file that replaces `path` when the block ends without error, and is removed otherwise.
 
-    With `scratch`, a folder of this process alone on the same disk, it has its final name there.
-    Raises UserError where the folder cannot be written or the disk is full.
+    `scratch`: a folder that only this process uses, on the same disk; the file has its final name there. Raises
+    UserError if the folder cannot be written or the disk is full.
     """
     temporary = scratch / path.name if scratch else path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        fsync(temporary)
         os.replace(temporary, path)
-        fsync_folder(path.parent)
+        fsync(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
@@ -122,8 +121,8 @@ def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Raise UserError where `folder`, the value of `key`, cannot be made or written. A nameless file in the existing
-    part of the path is tried."""
+    """Raise UserError if `folder`, the value of `key`, cannot be made or written. It writes a nameless file into the
+    existing part of the path."""
     there = folder
     while not os.path.exists(there):
         there = there.parent
@@ -134,25 +133,29 @@ def check_writable(key: str, folder: Path) -> None:
         raise UserError(f"{key}: cannot write {folder}: {error.strerror}; choose another") from None
 
 
-def write_text(path: Path, text: str, scratch: Path | None = None) -> None:
-    """Write a small text file, all or nothing; `scratch` as in `replacing`."""
+def write_bytes(path: Path, data: bytes, scratch: Path | None = None) -> None:
+    """Write a small file, all or nothing; `scratch` as in `replacing`."""
     with replacing(path, scratch) as temporary:
-        temporary.write_text(text)
+        temporary.write_bytes(data)
+
+
+def write_text(path: Path, text: str, scratch: Path | None = None) -> None:
+    """Write a small text file as `write_bytes`."""
+    write_bytes(path, text.encode(), scratch)
 
 
 def create_text(path: Path, text: str, scratch: Path) -> bool:
     """Write a small text file unless it exists; returns False if it does.
 
-    Of several processes, each with its own folder `scratch`, one succeeds. Raises UserError where the folder cannot be
-    written.
+    Among several processes, each with its own folder `scratch`, only one succeeds. Raises UserError if the folder
+    cannot be written.
     """
     temporary = scratch / path.name
     try:
         temporary.write_text(text)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        fsync(temporary)
         os.link(temporary, path)  # unlike a rename, a link never replaces a file
-        fsync_folder(path.parent)
+        fsync(path.parent)
     except FileExistsError:
         return False
     except OSError as error:
@@ -169,8 +172,8 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """A temporary folder to fill and commit as `folder`. It is removed when the block ends, as are leftovers of killed
-    processes. Raises OSError where it cannot be made."""
+    """A temporary folder to fill and commit as `folder`. It is removed when the block ends, and a killed process's when
+    it begins. Raises OSError if it cannot be made."""
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -182,9 +185,9 @@ def filling(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock a folder for this process alone. Raises UserError where another process has the lock, or it cannot be made.
+    """Lock a folder for this process. Raises UserError if another process has the lock, or it cannot be made.
 
-    flock(2) on a temporary file releases the lock whenever the process ends.
+    The lock is flock(2) on a temporary file, which ends with the process.
     """
     lock, held = folder.with_name(f"{TEMPORARY}{folder.name}.lock"), None
     try:
@@ -201,7 +204,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _locked(lock: Path, folder: Path) -> BinaryIO | None:
-    """The opened and locked file; None where its holder removed it before it was locked."""
+    """The opened and locked file; None if its holder removed it before it was locked."""
     opened = open(lock, "wb")  # noqa: SIM115  # it is closed when the lock ends
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -223,27 +226,22 @@ def _locked(lock: Path, folder: Path) -> BinaryIO | None:
 
 
 def commit_folder(temporary: Path, final: Path, *, replace: bool = True) -> None:
-    """Rename a filled temporary folder to `final` after syncing it to disk. Without `replace`, raises OSError where a
-    folder with content exists."""
-    for file in sorted(temporary.rglob("*")):
-        if file.is_dir():
-            fsync_folder(file)
-        else:
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
-    fsync_folder(temporary)
+    """Sync a filled temporary folder to disk, and rename it to `final`. Without `replace`, raises OSError if a folder
+    with content exists."""
+    for each in (*temporary.rglob("*"), temporary):
+        fsync(each)
     before = final.with_name(f"{TEMPORARY}before-{final.name}")
     shutil.rmtree(before, ignore_errors=True)
-    if replace and final.exists():  # the same step again, after a resume from an earlier one
+    if replace and final.exists():  # such as a step that is saved again after a resume from an earlier one
         os.replace(final, before)
     os.replace(temporary, final)
-    fsync_folder(final.parent)
+    fsync(final.parent)
     shutil.rmtree(before, ignore_errors=True)
 
 
-def fsync_folder(folder: Path) -> None:
-    """Sync the folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Sync a file, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,11 +1,11 @@
-"""The entry of launchers: launch/train.py in the repository, else `-m bigdit.launch`."""
+"""The entry point for launchers: launch/train.py in the repository, else `-m bigdit.launch`."""
 
 from bigdit.errors import guard
 from bigdit.train.processes.end import leave
 
 
 def main() -> None:
-    """Train, write the run's page, and end the process."""
+    """Train, write the run's page, and exit."""
     leave(guard(_main))
 
 

@@ -1,4 +1,4 @@
-"""Libraries: the versions that tests run with, and settings made before diffusers and transformers are imported."""
+"""Libraries: their tested versions, and settings before diffusers and transformers are imported."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ TESTED_WITH: Mapping[str, tuple[str, str]] = {
     "prodigyopt": ("1.1.2", "1.1.2"),
     "schedulefree": ("1.4.1", "1.4.1"),
 }
-"""The first and the last version with which tests run steps on emulated GPUs. Torch 2.13 runs in all of them."""
+"""The first and the last version with which tests run steps on emulated GPUs. Torch 2.13 is used in all of them."""
 
-_ASKING = ("diffusers.utils.import_utils", "transformers.utils.import_utils")
-_NOT_FOR_THEM = ("bitsandbytes", "peft", "scipy", "torchao")
-"""Libraries that diffusers and transformers must not import with any model, for quantised checkpoints, adapters and
-losses: four of eleven seconds in every process. bigdit imports them itself where needed."""
-_NOT_FOR_MODELS = ("transformers",)
-"""What diffusers imports for pipelines, which steps do not need: a fifth of the remaining time."""
-_NOT_FOR_ONE = {("accelerate.utils.imports", "boto3"), ("peft.import_utils", "torchao")}
+_IMPORT_CHECKS = ("diffusers.utils.import_utils", "transformers.utils.import_utils")
+_UNNEEDED = ("bitsandbytes", "peft", "scipy", "torchao")
+"""Libraries that diffusers and transformers would import with any model, for quantised checkpoints, adapters and
+losses: four of eleven seconds in every process. bigdit imports them itself if it needs them."""
+_UNNEEDED_BY_MODELS = ("transformers",)
+"""diffusers imports it for pipelines, which steps do not need: a fifth of the remaining time."""
+_UNNEEDED_BY_ONE = {("accelerate.utils.imports", "boto3"), ("peft.import_utils", "torchao")}
 """accelerate, which diffusers imports with any model, imports Amazon's client if it is installed: a sixteenth of the
-start. peft imports torchao for weights that torchao has quantised, which bigdit's are not: a tenth."""
+start. peft imports torchao for weights that torchao quantised, which bigdit does not have: a tenth."""
 _FOR_PIPELINES = "transformers.utils.quantization_config"
-"""What diffusers imports even without transformers; it works if that fails (diffusers 0.42)."""
-_NAMES_ASKED = "diffusers.utils.import_utils"
-"""This module reads the files of all installed packages for three that bigdit never uses (optimum, flashinfer,
-modelopt), and for code of downloaded pipelines, which bigdit never runs."""
+"""diffusers 0.42 tries to import it even without transformers, and works if that fails."""
+_LISTS_PACKAGES = "diffusers.utils.import_utils"
+"""This module reads the files of all installed packages to find three that bigdit never uses (optimum, flashinfer,
+modelopt), and code of downloaded pipelines, which bigdit never runs."""
 
 _ADDRESS_SPACE = 2 << 30
 """The least address space of a process with torch, diffusers and DeepSpeed. With less, libgomp ends the process without
-a message: a tiny training of two processes did not start with 1.7 GiB, and one of one process ended with 1.9."""
+a message: with 1.7 GiB a tiny training of two processes did not start, and with 1.9 GiB one of one process ended."""
 
-_hidden: tuple[str, ...] = _NOT_FOR_THEM
+_hidden: tuple[str, ...] = _UNNEEDED
 
 
 def untested(versions: Mapping[str, str], unused: Collection[str]) -> list[str]:
-    """A line for each version outside TESTED_WITH, but for the libraries that are `unused`."""
+    """A line for each library outside the versions of TESTED_WITH, without those that are `unused`."""
     return [
         f"{name} {versions[name]} is outside the versions that bigdit was tested with "
         f"({first if first == last else f'{first} to {last}'})"
@@ -70,8 +70,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def prepare() -> None:
-    """Silence warnings for developers of the libraries, and skip imports that bigdit does not need. Errors stay. Raises
-    UserError where the address space is too small."""
+    """Silence libraries' warnings for their developers, and skip imports that bigdit does not need. Raises UserError if
+    the address space is too small."""
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if space != resource.RLIM_INFINITY and space < _ADDRESS_SPACE:
         raise UserError(
@@ -83,27 +83,27 @@ def prepare() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # bitsandbytes looks for optional CPU kernels of a package that it does not depend on.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # diffusers warns of tensors that are missing or left over, which models.load makes an error of. Both set their own
-    # level when they are imported, by these.
+    # diffusers warns of missing and unexpected tensors, for which models.load raises an error. Both libraries read
+    # these variables when they are imported.
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # transformers shows a progress bar for each model that it loads, which fills many lines of a file.
+    # transformers shows a progress bar for each model that it loads: many lines in a file.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # diffusers speaks of its own renamed classes when PRXPipeline is made, and normalises queries in fp32 by weights in
-    # bf16 (Krea 2, Kandinsky 5), of which torch says that no fused kernel does it.
+    # diffusers warns of its own renamed classes in PRXPipeline. It normalises fp32 queries with bf16 weights (Krea 2,
+    # Kandinsky 5): torch warns that there is no fused kernel for that.
     warnings.filterwarnings("ignore", message="`LoraLoaderMixin` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    # torchao names kernels that it cannot load here, and registers its enums as torch has come to do by itself.
+    # torchao logs kernels that it cannot load here, and registers enums that newer torch registers itself.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    # diffusers gathers what processes share by a name that torch is about to drop.
+    # diffusers gathers with a deprecated name of torch.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"diffusers\.hooks\.context_parallel")
-    # FSDP2 says of each model whose output is a view that writing into it would lose a hook: the step writes into none,
-    # and no family into what its parts return (tests/models, `test_nothing_is_written_into_views_of_units`).
+    # FSDP2 warns that writing into an output that is a view would lose a hook. Neither the step nor any family writes
+    # into one (tests/models, `test_nothing_is_written_into_views_of_units`).
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
-    # matplotlib shows a frame for a letter that its font lacks, which captions may have.
+    # Captions may have letters that matplotlib's font lacks.
     warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
     importlib.util.find_spec = _find_spec
     importlib.metadata.packages_distributions = _packages_distributions
@@ -111,11 +111,10 @@ def prepare() -> None:
 
 @contextmanager
 def models_alone() -> Iterator[None]:
-    """`prepare` for a process that imports diffusers within, without encoders for pipelines, which may be imported
-    later."""
+    """`prepare`, and import diffusers inside without transformers, which may be imported later."""
     global _hidden
     prepare()
-    _hidden = (*_NOT_FOR_THEM, *_NOT_FOR_MODELS)
+    _hidden = (*_UNNEEDED, *_UNNEEDED_BY_MODELS)
     imported = _FOR_PIPELINES in sys.modules
     if not imported:
         sys.modules[_FOR_PIPELINES] = None  # type: ignore[assignment]  # its import fails
@@ -128,8 +127,7 @@ def models_alone() -> Iterator[None]:
 
 @contextmanager
 def without_transformers() -> Iterator[None]:
-    """Import peft without transformers, whose models it would look for in vain: four fifths of its time. Transformers
-    may be imported later."""
+    """Import peft inside without transformers, which takes four fifths of its time and may be imported later."""
     if "transformers" in sys.modules:
         yield
         return
@@ -140,11 +138,11 @@ def without_transformers() -> Iterator[None]:
     finally:
         sys.meta_path.remove(absent)
         for name in [name for name in sys.modules if absent.find_spec(name)]:
-            del sys.modules[name]  # peft keeps the names that it took
+            del sys.modules[name]  # peft keeps its references
 
 
 class _Absent(MetaPathFinder, Loader):
-    """Finds transformers and its modules. Each name in them is a class without instances."""
+    """Stands for transformers and its modules. Each name in them is an empty class."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "transformers" else None
@@ -166,8 +164,7 @@ class _AbsentModule(ModuleType):
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import without garbage collections, which would take a fifth of the time; later collections skip what was
-    imported."""
+    """Import inside without garbage collections, a fifth of the time; later collections skip what was imported."""
     gc.disable()
     try:
         yield
@@ -179,7 +176,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def switched_on(variable: str) -> Iterator[None]:
-    """Set this environment variable to 1 within."""
+    """Set this environment variable to 1 inside."""
     before = os.environ.get(variable)
     os.environ[variable] = "1"
     try:
@@ -192,7 +189,8 @@ def switched_on(variable: str) -> Iterator[None]:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Import without torch.compile, which bitsandbytes uses: that saves a second, and allocations stay as written.
+    """Import inside without torch.compile, which bitsandbytes uses. This saves a second, and allocations stay as
+    written.
 
     Source: `optimize` in torch/_dynamo/eval_frame.py, torch 2.13.
     """
@@ -204,13 +202,13 @@ _every_name = importlib.metadata.packages_distributions
 
 
 def _find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
-    """The spec of a module, for libraries that check what is installed; imports do not use this function."""
-    asking = sys._getframe(1).f_globals.get("__name__")
-    if (name in _hidden and asking in _ASKING) or (asking, name) in _NOT_FOR_ONE:
+    """The spec of a module; None hides it from a library that checks what is installed. Imports do not use this."""
+    caller = sys._getframe(1).f_globals.get("__name__")
+    if (name in _hidden and caller in _IMPORT_CHECKS) or (caller, name) in _UNNEEDED_BY_ONE:
         return None
     return _every_spec(name, package)
 
 
 def _packages_distributions() -> Mapping[str, list[str]]:
-    """Packages by the modules that they install; empty for a module that does not need them."""
-    return {} if sys._getframe(1).f_globals.get("__name__") == _NAMES_ASKED else _every_name()
+    """Packages by the modules that they install; empty for the module that does not need them."""
+    return {} if sys._getframe(1).f_globals.get("__name__") == _LISTS_PACKAGES else _every_name()

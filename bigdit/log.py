@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,31 +21,25 @@ _TRAILING = re.compile("[ \t]+$", re.MULTILINE)
 
 
 class _Console(Console):
-    """A console that escapes control characters of file names and captions. Pipes and files get no trailing blanks of
-    tables. With NO_COLOR a terminal gets no control codes."""
+    """Escapes control characters of file names and captions. Pipes and files get no trailing blanks. With NO_COLOR a
+    terminal gets no control codes."""
 
     @property
     def is_dumb_terminal(self) -> bool:
         return self.is_terminal and (bool(os.environ.get("NO_COLOR")) or super().is_dumb_terminal)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        try:
-            self._print(*objects, **options)
-        except OSError:  # lost notices and progress stop nothing
-            if not self.stderr:
-                raise
-
-    def _print(self, *objects: Any, **options: Any) -> None:
-        if self.is_terminal:
-            super().print(*objects, **options)
-            return
-        with self.capture() as captured:
-            super().print(*objects, **options)
-        try:  # by hand: Console.out would be captured too
-            self.file.write(_TRAILING.sub("", captured.get()))
-            self.file.flush()
-        except BrokenPipeError:
-            self.on_broken_pipe()
+        with suppress(OSError) if self.stderr else nullcontext():  # a lost notice is no error
+            if self.is_terminal:
+                super().print(*objects, **options)
+                return
+            with self.capture() as captured:
+                super().print(*objects, **options)
+            try:  # not by Console.out, which would be captured too
+                self.file.write(_TRAILING.sub("", captured.get()))
+                self.file.flush()
+            except BrokenPipeError:
+                self.on_broken_pipe()
 
     def render_str(self, text: str, *args: Any, **options: Any) -> Text:
         return super().render_str(shown(text), *args, **options)
@@ -56,24 +50,24 @@ err = _Console(stderr=True)
 
 
 def say(text: str) -> None:
-    """A line of a report on stdout."""
+    """Print a line of a report on stdout."""
     print(shown(text))
 
 
 def notice(text: str) -> None:
-    """A notice on stderr; never wrapped, so that paths can be copied."""
+    """Print a notice on stderr, never wrapped, so that paths can be copied."""
     err.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def emit_json(value: Any) -> None:
-    """A machine-readable report on stdout, and nothing else there."""
+    """Print a report as JSON on stdout."""
     print(json.dumps(value, indent=2, sort_keys=False, default=str), flush=True)  # before later notices
 
 
 @contextmanager
 def status(what: str) -> Iterator[Callable[[str], None]]:
-    """Show the current work on stderr; yields the function that changes it. On a terminal one line changes;
-    elsewhere each line is printed once, without a count in parentheses at its end."""
+    """Show the current work on stderr; yields the function that changes the text. On a terminal one line changes;
+    elsewhere each text is printed once, without a count in parentheses at its end."""
     if err.is_terminal or err.is_jupyter:
         with err.status(what) as shown:
             yield shown.update
@@ -90,7 +84,7 @@ def status(what: str) -> Iterator[Callable[[str], None]]:
 
 
 class Advance(Protocol):
-    """Advances a progress bar by `count`; those `skipped` do not count in the rate. A `note` replaces the last one."""
+    """Advances a progress bar by `count`. `skipped` ones do not count in the rate. A `note` replaces the last one."""
 
     def __call__(self, count: int, note: str = "", skipped: int = 0) -> None: ...
 
@@ -99,7 +93,7 @@ class Advance(Protocol):
 def progress(what: str, total: int, unit: str) -> Iterator[Advance]:
     """A progress bar on stderr with count, rate, time left and a note; yields the function that advances it.
 
-    Rate and time left are means since the start, because results can come in batches.
+    Rate and time left are means since the start, because results may come in batches.
     """
     columns = (
         TextColumn(what),

@@ -1,4 +1,4 @@
-"""Memory and limits of this process on this machine."""
+"""The memory of this machine, and the limits of this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 
 def limits(root: Path = Path("/")) -> str:
-    """The limits of this process on processes, threads and address space, for a message; empty without limits.
+    """This process's limits on processes, threads and address space, for a message; empty without limits.
 
     Source: getrlimit(2), RLIMIT_NPROC and RLIMIT_AS; Control Group v2, pids.max.
     """
@@ -31,18 +31,18 @@ def limits(root: Path = Path("/")) -> str:
 
 
 def _limits(root: Path, controller: str, first: str, second: str) -> Iterator[int]:
-    """The numbers in a controller's file of each group; the two versions of control groups have different names."""
+    """The numbers in a controller's file of each group; `first` and `second`: its name in the two versions."""
     for file in _limit_files(root, controller, first, second):
         try:
             text = file.read_text().strip()
-        except OSError:  # a container does not see the groups around its own
+        except OSError:  # a container does not see outer groups
             continue
-        if text.isdigit():  # and not "max"
+        if text.isdigit():  # else "max"
             yield int(text)
 
 
 def _limit_files(root: Path, controller: str, first: str, second: str) -> Iterator[Path]:
-    """The files of this process's groups, and of all groups around them."""
+    """The files of this process's groups and of all outer groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,5 +1,4 @@
-"""bigdit's own processes: the commands that start them, from its repository or from an installed package; and how they
-end with another process, not only with their parent, and leave Ctrl-C to it."""
+"""bigdit's own processes: how they are started, end with another process, and ignore Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-"""The repository, or the folder of packages if pip installed bigdit."""
+"""The repository, or site-packages if bigdit is installed."""
 
 
 def in_checkout() -> bool:
@@ -21,28 +20,28 @@ def in_checkout() -> bool:
 
 
 def own_module(name: str) -> tuple[str, ...]:
-    """Python's options that run this module. -P keeps it from importing modules of the working folder, such as another
+    """Python's options that run this module; -P: do not import modules of the working folder, such as another
     checkout."""
     return "-P", "-m", name
 
 
 def entry(module_option: str = "-m") -> tuple[str, ...]:
-    """What python or a launcher starts to train: the repository's script, or a module by `module_option`."""
+    """The arguments with which python or a launcher trains: the repository's script, or a module by `module_option`."""
     return (os.path.relpath(ROOT / "launch/train.py"),) if in_checkout() else (module_option, "bigdit.launch")
 
 
 ENDED, STOPPED = ("Z", "X"), ("T", "t")
-"""States of processes, as proc_pid_stat(5) has them."""
+"""States of processes in proc_pid_stat(5)."""
 
 
 def end_with(pid: int, number: int) -> None:
-    """Send the signal `number` to this process when the process `pid` has ended; a thread waits for that."""
+    """Send the signal `number` to this process when the process `pid` ends; a thread waits for that."""
     try:
         descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:  # it has ended already
+    except ProcessLookupError:  # it ended already
         os.kill(os.getpid(), number)
         return
-    except OSError:  # Linux before 5.3 has no pidfd_open: a closed pipe ends this process anyway
+    except OSError:  # Linux before 5.3 lacks pidfd_open; a closed pipe ends this process later
         return
 
     def wait() -> None:
@@ -53,7 +52,7 @@ def end_with(pid: int, number: int) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The letter of a process's state; X for a missing process."""
+    """The letter of a process's state; X if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -61,8 +60,8 @@ def state_of(pid: int) -> str:
 
 
 def end_with_parent() -> None:
-    """Kill this process of multiprocessing when its parent has ended, for whatever reason."""
-    import multiprocessing  # here: a plan of the cache does without
+    """Kill this process of multiprocessing when its parent ends for any reason."""
+    import multiprocessing  # here: a plan from the cache does not need it
 
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
@@ -71,8 +70,7 @@ def end_with_parent() -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Processes that are started within ignore Ctrl-C, which a terminal sends to all; this one handles it and ends
-    them."""
+    """Let processes that are started inside ignore Ctrl-C, which a terminal sends to all. This process ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

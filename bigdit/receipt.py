@@ -1,4 +1,4 @@
-"""What a training took: written by the trainer and the benchmark, read by plans."""
+"""Receipts: the measured memory and speed of a run, written by the trainer and benchmarks, read by plans."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from bigdit.strategy import BatchShape, ModelSpec, StepSize, Strategy, Strict
 
 
 class OutOfMemory(Strict):
-    """A step, after `step` finished ones, that ran out of GPU memory in a phase of `rank`; and the sizes before and
-    after.
+    """A step, after `step` finished ones, in which `rank` ran out of GPU memory; and the step sizes before and after.
 
-    Bytes: what was asked for (None where unknown), what the GPU had left of its total, and what torch had allocated and
-    reserved of it. `saved`: whether all steps before it were saved first.
+    Bytes: of the failed allocation (None if unknown), free and total of the GPU, allocated and reserved by torch.
+    `saved`: whether all steps before it were saved.
     """
 
     step: NonNegativeInt
@@ -40,18 +39,18 @@ class OutOfMemory(Strict):
 
 
 class Receipt(Strict):
-    """One run's step: its settings, and what was measured.
+    """The settings of a run's steps, and their measured memory and speed.
 
-    `batch`: the shape of the largest of `buckets` buckets. `device`: the GPU as its driver names it, or `cpu`. An
-    `emulated` one has bytes of torch's own allocator, and meaningless times. `expandable_segments`: how the allocator
-    was set. `gpus_per_node`: processes on a machine.
+    `batch`: the shape of the largest of `buckets` buckets. `device`: the GPU's name by its driver, or `cpu`. Times of
+    an `emulated` GPU are meaningless. `expandable_segments`: the allocator's setting. `gpus_per_node`: processes on a
+    machine.
 
-    `steps` and `skipped_steps` are of the run's last start, `out_of_memory` of all its starts. `seconds` are of the
-    whole start; `seconds_per_step` is a median without the start and the first steps.
+    `steps` and `skipped_steps`: since the run's last start; `out_of_memory`: of all starts. `seconds`: since the last
+    start; `seconds_per_step`: a median without the first steps.
 
-    Peaks are bytes of one process, by what `measured_with` names; on a CPU all that the process took. Reserved and
-    predicted peaks are known on a GPU alone. A plan predicts them, for its own size in pixels. `error_percent`: the
-    benchmark's, of allocated bytes.
+    Peaks are bytes of one process, measured with `measured_with`; on a CPU the memory of the process. Reserved and
+    predicted peaks exist on GPUs only, predicted ones for the plan's resolution. `error_percent`: of the benchmark's
+    allocated bytes.
     """
 
     kind: Literal["train", "bench"]
@@ -82,7 +81,7 @@ class Receipt(Strict):
 
 
 def folder() -> Path:
-    """The folder of receipts: BIGDIT_RECEIPTS, or bigdit's in the user's data (XDG base directories)."""
+    """The folder of receipts: BIGDIT_RECEIPTS, or bigdit's folder in the user's data (XDG base directories)."""
     chosen = os.environ.get("BIGDIT_RECEIPTS")
     if chosen:
         return Path(chosen)
@@ -90,15 +89,15 @@ def folder() -> Path:
 
 
 def write(receipt: Receipt, path: Path) -> None:
-    """Write a receipt to `path`, and keep it for plans. Raises UserError where `path` cannot be written."""
+    """Write a receipt to `path`, and keep it for plans. Raises UserError if `path` cannot be written."""
     write_json(path, receipt.model_dump(mode="json"))
     keep(receipt)
 
 
 def keep(receipt: Receipt) -> None:
-    """Put a GPU's receipt into `folder()`, named by date, model, device and digest. A failure to write is logged.
+    """Write a GPU's receipt into `folder()`, named by date, model, device and digest. A failure is logged.
 
-    Plans have no use for a CPU's, and an emulated GPU's would pass for a measurement.
+    Receipts of CPUs are useless for plans, and an emulated GPU's would pass for a measurement.
     """
     if receipt.device == "cpu" or receipt.emulated:
         return

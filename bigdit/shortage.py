@@ -1,4 +1,4 @@
-"""Memory that ran out: how its errors are known, what was asked for, and what there was."""
+"""Errors of memory that ran out: which they are, what was requested, and what was free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ran_out(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors(what: str, device: torch.device, less: str) -> Iterator[None]:
-    """Make a UserError of a memory error within: that `what` ran out of it, what there was, and what takes `less`."""
+    """Turn a memory error within into a UserError: `what` ran out, what was free, and what takes `less`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -37,7 +37,7 @@ def memory_errors(what: str, device: torch.device, less: str) -> Iterator[None]:
 
 @contextmanager
 def bounded(device: torch.device) -> Iterator[None]:
-    """Within it allocations fail once CPU memory is used up, as on a GPU, where the kernel would end the process.
+    """Within it, allocations fail when CPU memory is used up, as on a GPU. Otherwise the kernel would kill the process.
 
     Source: getrlimit(2), RLIMIT_DATA; proc_pid_status(5), VmData.
     """
@@ -61,9 +61,9 @@ def asked_bytes(message: str) -> int | None:
 
 
 def shortage(error: BaseException, device: torch.device) -> str:
-    """What was asked for of a device, and what it had.
+    """A message: the requested memory of a device, and what was free.
 
-    Of a CPU whose memory is bounded, it is what this process may hold: much of that is free again by now.
+    With `bounded` CPU memory, it has this process's limit instead, since much memory is free again by now.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if device.type == "cpu" and limit != resource.RLIM_INFINITY:
@@ -94,7 +94,7 @@ def _held() -> int:
 
 
 def _table(path: str, key: str) -> int:
-    """Bytes in a row of the kernel's."""
+    """Bytes in a row of a table under /proc."""
     with open(path) as file:
         found = dict(line.split(":", 1) for line in file)
     return parse_bytes(found[key].replace("kB", "KiB"))

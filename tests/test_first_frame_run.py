@@ -192,6 +192,18 @@ def test_images_to_begin_with_that_cannot_be_read_are_named_before_training(enco
     assert not (folder / "none/metrics.jsonl").exists()
 
 
+def test_a_store_without_first_frames_is_refused_in_one_line(encoded, tmp_path):
+    folder, _ = encoded
+    plain = ("encoders.first_frame=null", "model.kwargs.image_dim=null", "model.kwargs.added_kv_proj_dim=null")
+    config, store = ("--config", folder / "run.yaml"), f"data.features={tmp_path}"
+    done = bigdit("extract", *config, *with_set([*plain, "model.kwargs.in_channels=4", store]))
+    assert done.returncode == 0, done.stderr
+    refused = in_process("train", "--dry-run", *config, *with_set([store]))
+    assert [" ".join(line.split()) for line in refused.stderr.split("error: ")[1:]] == [
+        f"data.features: {tmp_path} does not fit: it was encoded without first frames, and encoders.first_frame is set"
+    ]
+
+
 def test_what_does_not_fit_is_refused(encoded):
     folder, _ = encoded
     config = folder / "run.yaml"

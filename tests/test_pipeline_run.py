@@ -11,6 +11,7 @@ import torch
 import yaml
 from commands import bigdit, in_process
 from safetensors.torch import load_file
+from stores import read_rows
 from tiny_pipelines import SD3
 
 from bigdit.store import FeatureStore
@@ -52,7 +53,7 @@ def test_stable_diffusion_3_is_encoded_trained_and_sampled(tmp_path, images):
     assert done.returncode == 0, done.stderr
     store = FeatureStore.open(tmp_path / "features")
     pipeline = tiny_pipelines.pipeline_of("StableDiffusion3Pipeline", parts)
-    latents, texts, indices = store.read((4, 8, 8), [3])
+    latents, texts, indices = read_rows(store, (4, 8, 8), [3])
     caption = sorted(few.glob("*.txt"))[indices[0]].read_text().strip()
     with torch.no_grad():
         states, null, pooled, _ = pipeline.encode_prompt([caption], None, None, device="cpu")

@@ -13,7 +13,7 @@ from bigdit.report.recipes import needs
 ALONE = [name for name in names() if recipe(name).processes == 1]
 SMALL = [name for name in ALONE if recipe(name).about.gpu == "rtx-3060-12g"]
 BY_ROOM = sorted(ALONE, key=lambda name: recipe(name).took.usable_bytes, reverse=True)
-DRAWN = {recipe(name).about.model: name for name in BY_ROOM if recipe(name).draws}.values()
+DRAWN = {recipe(name).about.model: name for name in BY_ROOM if recipe(name).generates}.values()
 """One for each model, on the smallest of its GPUs: it fits the others, too."""
 EXTRACTED = {recipe(name).took.waiting_bytes > 0: name for name in SMALL}.values()
 """One recipe whose encoders all stay on the GPU, and one whose encoders take turns."""

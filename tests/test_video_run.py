@@ -11,6 +11,7 @@ import torch
 from commands import bigdit, in_process
 from gpus import benched
 from PIL import Image, ImageSequence
+from stores import read_rows
 from tiny_vaes import VIDEO_VAES
 from tiny_videos import moving_square
 from training import encoded_for
@@ -64,7 +65,7 @@ def test_the_store_has_latents_of_frames_and_what_was_too_short_by_name(encoded)
     (skipped,) = report["skipped"]  # a quarter of a second
     assert skipped["name"] == "7.mp4"
     assert skipped["reason"] == "video of 2 frames at data.fps; the shortest bucket has 3"
-    latents, texts, _ = FeatureStore.open(folder / "features").read((4, 3, 8, 16), [1])
+    latents, texts, _ = read_rows(FeatureStore.open(folder / "features"), (4, 3, 8, 16), [1])
     with torch.no_grad():
         states = tiny_pipelines.pipeline_of(pipeline, parts).encode_prompt(["a square that moves to the left"])[0][0]
     assert latents.shape == (1, 4, 3, 8, 16)

@@ -14,7 +14,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from bigdit.dist import World
 from bigdit.loader.buffers import padded
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
+from bigdit.sources.protocol import Caption
 from bigdit.store import FeatureStore
 from bigdit.store.part import EncodedRange, Shape, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
@@ -34,14 +34,6 @@ from bigdit.store.text import TEXT, Text, TextKey
 SHAPES = [(32, 32, 32), (32, 28, 36), (32, 36, 28), (32, 24, 42), (32, 42, 24)]
 TOKENS, MEAN_TOKENS, DIM = 300, 103, 2304
 PART, BATCH, DEPTH, THREADS = 256, 32, 2, 2
-
-
-@dataclass(frozen=True)
-class Caption:
-    """A caption with weight 1."""
-
-    text: str
-    weight: float = 1.0
 
 
 def make_store(root: Path, samples: int) -> None:

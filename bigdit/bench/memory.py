@@ -57,7 +57,7 @@ class Point(Strict):
 
     @property
     def peaks(self) -> Peaks:
-        """The measured peaks if there are any, else the emulated."""
+        """The measured peaks if there are any, else the emulated ones."""
         return self.emulated if self.ran is None else self.ran
 
     @property

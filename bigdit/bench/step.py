@@ -1,4 +1,4 @@
-"""A run's step in one process: memory predicted and measured, time interleaved with a plain loop."""
+"""A run's step in one process: its memory, predicted and measured; its time, interleaved with a plain loop's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def bench_step(
 
 
 def _predicted(request: StepRequest, meter: MemoryMeter) -> Attempt | None:
-    """The same steps on an emulated GPU; None on a CPU, and where they cannot run there, which is logged."""
+    """The same steps on an emulated GPU; None on a CPU, or if they cannot run there, which is logged."""
     if meter.device_name == "cpu":
         return None
     try:
@@ -84,17 +84,17 @@ def _predicted(request: StepRequest, meter: MemoryMeter) -> Attempt | None:
         return None
 
 
-def _fed(workload: Workload, device: torch.device) -> Iterator[list[Any]]:
-    """Micro-batches of zeros for each step, as the loader has them."""
+def _micro_batches(workload: Workload, device: torch.device) -> Iterator[list[Any]]:
+    """Micro-batches of zeros for each step, as the loader makes them."""
     return step_batches(workload.make, workload.request.strategy, pin=device.type == "cuda")
 
 
 def _own_steps(workload: Workload, device: torch.device, meter: MemoryMeter) -> Iterator[TimedStep]:
-    """Steps of the trainer without end; the meter measures the first ones."""
+    """Endless steps of the trainer. The meter measures the first ones."""
     request, family = workload.request, workload.family
     engine = engines.create(request.strategy, workload.model, family, device=device, world=World())
     ema = engines.ema_of(engine)
-    lr, ahead = request.strategy.optimizer.lr, _fed(workload, device)
+    lr, ahead = request.strategy.optimizer.lr, _micro_batches(workload, device)
     while True:
         micro_batches = next(ahead)
         began = time.perf_counter()
@@ -102,7 +102,7 @@ def _own_steps(workload: Workload, device: torch.device, meter: MemoryMeter) -> 
             result = train_step(engine, family, request.objective, micro_batches, lr=lr, ema=ema, phase=phase)
         loss = float(result.loss)  # waits for the device
         taken = TimedStep(time.perf_counter() - began, loss)
-        del result, micro_batches  # else they would count in the next step
+        del result, micro_batches  # else they would stay allocated in the next step
         yield taken
 
 
@@ -110,7 +110,7 @@ def _obstacle(meter: MemoryMeter, device: torch.device, params: int) -> str | No
     """Why no plain loop can run in addition to the engine; None where it can."""
     if meter.emulated:
         return "an emulated GPU runs no kernels, so its seconds mean nothing"
-    needed = meter.now()["peak_memory_bytes"] + 4 * params  # fp32 gradients, which the plain loop has all at once
+    needed = meter.now()["peak_memory_bytes"] + 4 * params  # the plain loop has all fp32 gradients at once
     free, _ = room(device)
     if device.type == "cuda":
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -122,8 +122,8 @@ def _obstacle(meter: MemoryMeter, device: torch.device, params: int) -> str | No
 def _compared(
     workload: Workload, device: torch.device, own: Iterator[TimedStep], rounds: int, load: MachineLoad
 ) -> Comparison:
-    plain = plain_steps(workload, _fed(workload, device), device)
-    for _ in range(STEPS):  # as the engine has taken
+    plain = plain_steps(workload, _micro_batches(workload, device), device)
+    for _ in range(STEPS):  # the engine has taken as many
         next(plain)
     losses: dict[str, float] = {}
 
@@ -145,9 +145,9 @@ def _compared(
 
 
 def plain_steps(workload: Workload, batches: Iterator[Sequence[Batch]], device: torch.device) -> Iterator[TimedStep]:
-    """Steps of a plain PyTorch loop without end and without an engine.
+    """Endless steps of a plain PyTorch loop, without an engine.
 
-    bf16 and fp16 have fp32 masters, whose gradients all exist at once; torch's GradScaler scales fp16. The optimizer
+    bf16 and fp16 have fp32 masters, whose gradients all exist at once. torch's GradScaler scales fp16. The optimizer
     always steps after the backward pass.
     """
     request, strategy = workload.request, workload.request.strategy
@@ -198,10 +198,11 @@ def plain_steps(workload: Workload, batches: Iterator[Sequence[Batch]], device: 
 
 
 def _receipt(request: StepRequest, meter: MemoryMeter, seconds: list[float]) -> Receipt:
-    strategy, measured, predicted = request.strategy, meter.peak_allocated_bytes, _predicted(request, meter)
+    strategy, measured, predicted = request.strategy, meter.measured, _predicted(request, meter)
     off = None
     if predicted is not None and measured is not None:
-        off = round(100 * (predicted.peak_allocated_bytes - measured) / measured, 4)
+        allocated = measured.peak_allocated_bytes
+        off = round(100 * (predicted.peak_allocated_bytes - allocated) / allocated, 4)
     median = statistics.median(seconds[STEPS:])
     return Receipt(
         kind="bench",
@@ -210,10 +211,6 @@ def _receipt(request: StepRequest, meter: MemoryMeter, seconds: list[float]) -> 
         buckets=1,
         strategy=strategy,
         objective=request.objective,
-        device=meter.device_name,
-        emulated=meter.emulated,
-        expandable_segments=meter.expandable_segments,
-        compute_capability=meter.compute_capability,
         gpus_per_node=1,
         steps=len(seconds),
         seconds=round(sum(seconds), 3),
@@ -221,8 +218,6 @@ def _receipt(request: StepRequest, meter: MemoryMeter, seconds: list[float]) -> 
         samples_per_second=round(strategy.global_batch_size / median, 2),
         predicted_peak_allocated_bytes=None if predicted is None else predicted.peak_allocated_bytes,
         predicted_peak_reserved_bytes=None if predicted is None else predicted.peak_reserved_bytes,
-        measured_peak_allocated_bytes=measured,
-        measured_peak_reserved_bytes=meter.peak_reserved_bytes,
-        measured_with=meter.method,
         error_percent=off,
+        **meter.receipt_fields(),
     )

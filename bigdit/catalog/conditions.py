@@ -1,5 +1,4 @@
-"""Conditions of models: classes, first frames, references and control images, and whether a run and a store have
-them."""
+"""Conditions of models (classes, first frames, references, control images), and whether runs and caches have them."""
 
 from __future__ import annotations
 
@@ -27,17 +26,17 @@ IMAGE_EMBEDS = "image_embeds"
 IMAGE_ENCODER = "image_encoder"
 """The image encoder in a pipeline's folder."""
 TEXT_TOKENS = 512
-"""The text states of a Wan model with image embeddings: its blocks take all states before them as the image's.
+"""The text states of a Wan model with image embeddings: its blocks take all states before these as the image's.
 Source: diffusers 0.42.1, WanAttnProcessor."""
 
 
 def takes_first_frame(model: ModelSpec) -> bool:
-    """Whether the model always takes the first frame of its videos from a store."""
+    """Whether the model always needs the first frame of its videos."""
     return begins_with_an_image(model) and FAMILIES[model.class_name].first_frame
 
 
-def may_begin(model: ModelSpec) -> bool:
-    """Whether the model can take the first frame of its videos from a store."""
+def can_take_first_frame(model: ModelSpec) -> bool:
+    """Whether the model can take the first frame of its videos."""
     inputs = FAMILIES.get(model.class_name, Inputs())
     return takes_first_frame(model) or inputs.blank or (inputs.keeps_first and not begins_with_an_image(model))
 
@@ -48,16 +47,15 @@ def embeds_first_frame(model: ModelSpec) -> bool:
     return inputs.image_dim is not None and (inputs.blank or model.kwargs.get(inputs.image_dim) is not None)
 
 
-def fed_more(model: ModelSpec) -> bool:
-    """Whether the model's input has more channels than latents: a reference's, a masked image's, a first frame's, or
-    zeros instead."""
+def takes_more_channels(model: ModelSpec) -> bool:
+    """Whether the model's input has more channels than latents: for a reference, a masked image or a first frame."""
     blank = model.class_name in FAMILIES and FAMILIES[model.class_name].blank
     return blank or takes_first_frame(model) or is_controlled(model) or fills(model)
 
 
 def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     """Why the model cannot take the run's first frame."""
-    asked, needed = run.encoders.first_frame, takes_first_frame(model) or _known_to_begin(model)
+    asked, needed = run.encoders.first_frame, takes_first_frame(model) or _listed_with_first_frame(model)
     dropout = run.data.first_frame_dropout
     if asked is None:
         if not needed:
@@ -65,7 +63,7 @@ def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
             return [f"data.{set_key} is set, and encoders.first_frame is not; leave it out"] if set_key else []
         example = "{pipeline: FOLDER}" if embeds_first_frame(model) else "{}"
         return [f"{model.name} needs the first frame, and encoders.first_frame is missing; set it to {example}"]
-    if not may_begin(model):
+    if not can_take_first_frame(model):
         return [f"encoders.first_frame is set, and {model.name} does not take one; leave it out"]
     if (asked.pipeline is not None) != embeds_first_frame(model):
         needs, found, fix = (
@@ -85,19 +83,17 @@ def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     return []
 
 
-def _known_to_begin(model: ModelSpec) -> bool:
+def _listed_with_first_frame(model: ModelSpec) -> bool:
     return any(each.first_frame for each in models() if each.name == model.name)
 
 
 def first_frame_misfits(
     model: ModelSpec, channels: int, found: Mapping[str, Any] | None, text_tokens: int | None
 ) -> list[str]:
-    """Why the model cannot take a store's first frame (StoreSchema.first_frame, None without). `channels`: of latents;
-    `text_tokens`: states of a caption."""
-    if found is None or not may_begin(model):
-        needed = takes_first_frame(model) or _known_to_begin(model)
-        missing = [f"no first frame, which {model.name} needs"] if needed else []
-        return missing if found is None else [f"a first frame, which {model.name} does not take"]
+    """Why the model cannot take a cache's first frame (StoreSchema.first_frame, None without). `channels`: of latents;
+    `text_tokens`: states of a caption. That there is a first frame is checked elsewhere."""
+    if found is None or not can_take_first_frame(model):
+        return []
     problems, given, inputs = [], found["mask"] + channels, FAMILIES[model.class_name]
     taken, out = (model.kwargs.get(key) for key in ("in_channels", "out_channels"))
     if isinstance(taken, int) and isinstance(out, int) and taken > out and taken - out != given:
@@ -119,7 +115,7 @@ def first_frame_misfits(
 
 
 CONTROLNET = "controlnet"
-"""The name of a ControlNet in the model that it is beside, and in an export."""
+"""The name of a ControlNet in its model, and in an export."""
 
 
 LOSS_MASK = "loss_mask"
@@ -127,7 +123,7 @@ LOSS_MASK = "loss_mask"
 
 
 def reference_misfits(model: ModelSpec, found: int) -> list[str]:
-    """Why the model cannot take samples that are edits of so many images."""
+    """Why the model cannot take samples that are edits of `found` images."""
     known = next((each for each in models() if each.name == model.name), None)
     least = int(is_controlled(model)) if known is None else known.references
     named, most = most_references(model)
@@ -139,7 +135,7 @@ def reference_misfits(model: ModelSpec, found: int) -> list[str]:
 
 
 def most_references(model: ModelSpec) -> tuple[str, int]:
-    """What says how many images a sample of a model can edit, and the number: the model's pipeline, or its class."""
+    """The most images that a sample can be an edit of, after the name that says so: the model's pipeline or class."""
     editor = next((each.editor for each in models() if each.name == model.name), None)
     if editor is not None:
         return editor, editor_of(editor).references
@@ -147,13 +143,13 @@ def most_references(model: ModelSpec) -> tuple[str, int]:
 
 
 def controlnet_problems(model: ModelSpec, asked: ControlNetSpec) -> list[str]:
-    """Why no such ControlNet can be beside the model."""
+    """Why the model cannot have such a ControlNet."""
     inputs = FAMILIES.get(model.class_name)
     if inputs is None or inputs.controlnet is None:
         have = ", ".join(name for name, each in FAMILIES.items() if each.controlnet)
         return [f"bigdit trains no ControlNet of {model.class_name}; {have} have one"]
     known = next((each for each in models() if each.name == model.name), None)
-    if fed_more(model) or (known is not None and known.references):
+    if takes_more_channels(model) or (known is not None and known.references):
         return [
             f"{model.name} takes an image itself, and ControlNets are for models that take only text; name its base"
         ]
@@ -168,8 +164,8 @@ def controlnet_problems(model: ModelSpec, asked: ControlNetSpec) -> list[str]:
     ]
 
 
-def beside(model: CatalogModel, asked: ControlNetSpec) -> CatalogModel:
-    """The model with such a ControlNet beside it: with its blocks, and an image a sample."""
+def with_controlnet(model: CatalogModel, asked: ControlNetSpec) -> CatalogModel:
+    """The model with a ControlNet: with its blocks, and one image per sample."""
     return model.model_copy(update={"references": 1, "block_lists": (*model.block_lists, (CONTROLNET, asked.blocks))})
 
 
@@ -194,12 +190,12 @@ FILL = "fill"
 
 
 def fill_channels(channels: int, downsample: int) -> int:
-    """The channels of a masked image and its mask, for latents of so many `channels` and pixels a side."""
+    """The channels of a masked image and its mask. `channels`: of latents; `downsample`: their pixels per side."""
     return channels + downsample**2
 
 
 def fill_misfits(model: ModelSpec, found: int) -> list[str]:
-    """Why the model cannot take samples with so many channels of a masked image and its mask, 0 without."""
+    """Why the model cannot take samples with `found` channels of masked images and masks."""
     if not fills(model):
         return [f"masked images, which {model.name} does not take"] if found else []
     taken = (model.kwargs["in_channels"] - model.kwargs["out_channels"]) // PACKING**2
@@ -219,7 +215,7 @@ def _fill_problems(run: RunConfig, model: ModelSpec) -> list[str]:
 CLASS_LABEL = "class_label"
 """The name of class labels among a batch's extras."""
 DEFAULT_CLASSES = 1000
-"""Those of ImageNet, the default of DiT and PaperDiT."""
+"""The classes of ImageNet, the default of DiT and PaperDiT."""
 
 
 def takes_classes(model: ModelSpec) -> bool:
@@ -234,7 +230,7 @@ def class_count(model: ModelSpec) -> int:
 
 
 def no_class(model: ModelSpec) -> int | None:
-    """The label for no class, after the last; None where a model has none."""
+    """The label for no class, which follows the last class; None if a model has none."""
     return class_count(model) if takes_classes(model) and model.kwargs.get("null_class", True) else None
 
 

@@ -1,6 +1,6 @@
-"""Context parallelism: how the tokens of a sample are split over processes, for each class that can be, without torch.
+"""Context parallelism: how each class splits the tokens of a sample over processes, without torch.
 
-A class is here once its loss, gradients and steps were equal to those of one process (`tests/engines/test_context.py`).
+For each class here, loss, gradients and steps equal those of one process (`tests/engines/test_context.py`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from bigdit.strategy import ModelSpec, Strict
 
 
 class Context(Strict):
-    """`splits`: by module, its inputs (by name) or outputs (by number) that are split, and the dimension of their
-    tokens; for a pair, one of each. `gathers`: the module whose output, [B, tokens, D], is whole again.
+    """How a class splits tokens.
 
-    `across`: attention to the text alone, which each process has whole. Elsewhere one attention sees image and text.
-    Where the text is not split, each process has it whole too, and it is `first` or `last` in that attention.
+    `splits`: for each module, the inputs (by name) or outputs (by number) to split, and the dimension of their tokens;
+    a pair has one for each of two tensors. `gathers`: the module whose output [B, tokens, D] is gathered.
 
-    `linear`: self-attention is sums over tokens, and blocks convolve over rows of them: whole rows are split.
-    `patch_size`: the class's own, where a model's arguments have none.
+    `across`: the module of cross-attention to the text, which each process has whole; empty if one attention sees image
+    and text. `text`: where the text is in that attention if it is not split.
+
+    `linear`: self-attention is sums over tokens, and blocks convolve over rows of tokens, so whole rows are split.
+    `patch_size`: used if the model's arguments have none.
     """
 
     splits: dict[str, dict[str | int, int | tuple[int, int]]]
@@ -62,7 +64,7 @@ CONTEXTS: dict[str, Context] = {
     ),
     "SanaTransformer2DModel": _BEFORE_BLOCKS.model_copy(update={"linear": True, "patch_size": 1}),
 }
-"""Source: `_cp_plan` of the first five in diffusers 0.42.1, of which LTX-Video's splits the text, too."""
+"""Source of the first five: `_cp_plan` in diffusers 0.42.1; LTX-Video's also splits the text."""
 
 DEGREES = (1, 2, 4, 8)
 """The values of strategy.cp."""
@@ -72,8 +74,8 @@ _PACKED = 2
 
 
 def context_problems(model: ModelSpec, cp: int, ring: int | None = None) -> list[str]:
-    """Why the model's tokens cannot be split over so many processes, whatever the sample. None for `ring` is the least
-    that the model's heads allow."""
+    """Why the model cannot split any sample over `cp` processes. `ring`: strategy.cp_ring; None for the least one that
+    the model's heads allow."""
     if cp == 1:
         return []
     if model.class_name not in CONTEXTS:
@@ -92,7 +94,7 @@ def context_problems(model: ModelSpec, cp: int, ring: int | None = None) -> list
 
 
 def least_ring(model: ModelSpec, cp: int, per_node: int = DEGREES[-1]) -> int:
-    """The least strategy.cp_ring: the part of `cp` that does not divide the model's heads, or the GPUs of a machine."""
+    """The least strategy.cp_ring: the part of `cp` that does not divide the model's heads or the GPUs of a machine."""
     heads = model.kwargs.get("num_attention_heads")
     if not isinstance(heads, int) or model.class_name not in CONTEXTS or CONTEXTS[model.class_name].linear:
         return 1
@@ -100,7 +102,7 @@ def least_ring(model: ModelSpec, cp: int, per_node: int = DEGREES[-1]) -> int:
 
 
 def context_misfits(model: ModelSpec, cp: int, shapes: Iterable[tuple[int, ...]], text_tokens: int | None) -> list[str]:
-    """Why samples with latents of these shapes, and texts of so many tokens, cannot be split over `cp` processes."""
+    """Why samples with these shapes of latents and `text_tokens` cannot be split over `cp` processes."""
     if cp == 1 or model.class_name not in CONTEXTS:
         return []
     what = "rows of tokens" if CONTEXTS[model.class_name].linear else "tokens"
@@ -120,7 +122,7 @@ def context_misfits(model: ModelSpec, cp: int, shapes: Iterable[tuple[int, ...]]
 
 
 def degrees(model: ModelSpec, shapes: Iterable[tuple[int, ...]], text_tokens: int | None) -> list[int]:
-    """Over how many processes such samples can be split, from 1 on."""
+    """The values of strategy.cp that can split such samples."""
     sizes = [*shapes]
     return [
         cp for cp in DEGREES if not context_problems(model, cp) and not context_misfits(model, cp, sizes, text_tokens)
@@ -128,14 +130,14 @@ def degrees(model: ModelSpec, shapes: Iterable[tuple[int, ...]], text_tokens: in
 
 
 def _parts(model: ModelSpec, latents: tuple[int, ...]) -> int:
-    """What of such latents is split: tokens, or rows of them."""
+    """The number of tokens, or of rows of tokens, that are split."""
     if not CONTEXTS[model.class_name].linear:
         return token_count(model, latents)
     return latents[-2] // int(model.kwargs.get("patch_size") or CONTEXTS[model.class_name].patch_size)
 
 
 def token_count(model: ModelSpec, latents: tuple[int, ...]) -> int:
-    """The tokens of a sample of latents (C, (F,) H, W)."""
+    """The number of tokens of latents (C, H, W) or (C, F, H, W)."""
     context = CONTEXTS[model.class_name]
     side: Any = _PACKED if FAMILIES[model.class_name].packs else model.kwargs.get("patch_size") or context.patch_size
     patch: Iterable[int] = side if isinstance(side, list | tuple) else (side, side)

@@ -21,8 +21,7 @@ POOLED_TEXT = "pooled_text"
 
 
 class VaeSpec(Strict):
-    """A diffusers VAE with its decoder, as trainers keep it on the device. `tiling`: it encodes large images in
-    tiles."""
+    """A diffusers VAE, with its decoder as in trainers. `tiling`: it encodes large images in tiles."""
 
     class_name: str
     kwargs: dict[str, Any]
@@ -31,12 +30,11 @@ class VaeSpec(Strict):
 
 
 class TextEncoderSpec(Strict):
-    """A transformers text encoder. A caption has `tokens` ids; the first `skip` and the last `cut` are a prompt
-    template's.
+    """A transformers text encoder. Of `tokens` ids, the first `skip` and the last `cut` belong to a template.
 
-    `gives`: hidden states, a pooled vector, or both. `layers`: which hidden states, numbered as transformers'
-    `hidden_states`; several are joined along the features, or, `in_rows`, one after another along the tokens; none:
-    the last, normalised. The states become text_embeds, or the further text that is named `stream`.
+    `gives`: hidden states, a pooled vector, or both. `layers`: indices of transformers' `hidden_states`; empty for the
+    last, normalised. Several are joined along the features, or with `in_rows` along the tokens. The states become
+    text_embeds, or the further text named `stream`.
     """
 
     class_name: str
@@ -53,11 +51,11 @@ class TextEncoderSpec(Strict):
 
 
 class OnlineEncoders(Strict):
-    """The encoders that run during training. `pixels` of one sample: (channels, height, width), or (channels, frames,
-    height, width) of a video.
+    """The encoders that run during training. `pixels`: the shape of a sample, (channels, height, width), or (channels,
+    frames, height, width) of a video.
 
-    States of encoders with equally many tokens are joined along the features, and those along the tokens, the
-    narrower ones padded with zeros; pooled vectors are joined along the features. A stream has one encoder.
+    States of encoders with the same number of tokens are joined along the features. The results are joined along the
+    tokens, the narrower ones padded with zeros. Pooled vectors are joined along the features. A stream has one encoder.
     """
 
     pixels: Pixels
@@ -73,7 +71,7 @@ class OnlineEncoders(Strict):
 
 
 class _Part(NamedTuple):
-    """One encoder of a recipe. `tokens`: None for the model's number; `positions`: where they differ from its class's.
+    """One encoder of a recipe. `tokens`: None for the model's number. `positions`: if they differ from its class's.
     A `stream` of several layers has those that the model reads."""
 
     name: str
@@ -87,7 +85,7 @@ class _Part(NamedTuple):
     positions: int | None = None
 
 
-# By the encoder and the width in a model's entry.
+# Keys: encoder and width in a model's entry.
 # Source: diffusers 0.42.1, `encode_prompt` of the family's pipeline. Sana's pipeline can put an instruction before the
 # caption; here there is none.
 _RECIPES: dict[tuple[str, int], tuple[_Part, ...]] = {
@@ -149,7 +147,7 @@ def online_encoders(
 ) -> OnlineEncoders:
     """The encoders that make samples of `batch` for `model`, in the usual dtypes of trainers.
 
-    Raises UserError where the catalogue does not have them.
+    Raises UserError if the catalogue lacks one.
     """
     vae = model.vae
     if batch.references or batch.first_frame:
@@ -170,7 +168,7 @@ def online_encoders(
 
 
 def caption_tokens(text: TextInput) -> int | None:
-    """The tokens that a pipeline cuts captions to; fewer than the states of Stable Diffusion 3, which adds CLIP's."""
+    """The tokens that a pipeline truncates captions to. Stable Diffusion 3 has more states, with CLIP's."""
     parts = _RECIPES.get((text.encoder, text.dim or 0), ())
     own = [part.tokens for part in parts if part.gives != "pooled" and part.stream is None]
     known = [each for each in own if each is not None]
@@ -178,7 +176,7 @@ def caption_tokens(text: TextInput) -> int | None:
 
 
 def _pixels(model: CatalogModel, batch: BatchShape) -> Pixels:
-    """The pixels of the latents: the first latent frame is one frame, each other a group."""
+    """The pixels of the latents. The first latent frame is one frame, each other one a group of frames."""
     height, width = (side * model.vae.downsample for side in batch.latents[-2:])
     if len(batch.latents) == 3:
         return 3, height, width

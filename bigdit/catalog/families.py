@@ -15,8 +15,8 @@ from bigdit.strategy import ModelSpec, Strict
 
 class Stream(Strict):
     """A further text input of a family. `tokens`: their number, or the constructor argument for it. `layers`: the
-    argument that lists encoder layers, each of which has its own states. `dim`: the argument with the width of the
-    states, the last of a list; `optional`: without it there is no such text."""
+    argument that lists encoder layers, each with states of its own. `dim`: the argument with the width of the states,
+    the last of a list. `optional`: without that argument the model has no such text."""
 
     dim: str
     tokens: str | int
@@ -27,24 +27,23 @@ class Stream(Strict):
 class Inputs(Strict):
     """The inputs of a family, other than latents and t.
 
-    `text_dim`: the constructor argument with the width of the text embeddings (a list says it first), None without
-    text; `text_tokens`: the one with their number, where no other will do; `text_layers`: the one with the number of
-    layers that are joined in them; `joined` layers of the text encoder make up one such width. `pooled_dim`: the width
-    of the pooled vector. `extras`: the further inputs, as its adapter names them, and `streams` those of them that are
-    texts: each has a mask, `…_mask`. `classes`: the argument with the number of
-    classes, for a family that takes one. `packs`: latents go in as 2 × 2 patches in the channels.
-    `video`: latents have frames; `first_frame`: its models that begin with an image can be trained; `blank`:
-    all its models can begin with one, or with none; `keeps_first`: those without channels for one can begin with one,
-    too, which takes the place of the first latents, at a t of 0. `image_dim`: the argument with the width of an image
-    encoder's embeddings of that image, of `image_tokens`. `references`: the most images that a sample can be an edit
-    of. `fill`: its models with more channels still are given a masked image and its mask.
-    `controlnet`: diffusers' class of a ControlNet beside its models. `square`:
-    height and width are one number to it; `fixed`: that of `sample_size`.
-    `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
-    says its length. `even`: the number of blocks must be even, and skips join the halves.
-    `routed`: tokens go to experts by their values, and with them memory.
-    `by_text`: the padding of captions is cut off, so that short ones are less work.
-    `objective`: the default of its models.
+    Text: `text_dim`, `text_tokens` and `text_layers` are constructor arguments: the width of the embeddings (the first
+    of a list; None without text), their fixed number, and the number of layers in them. `joined`: layers of the text
+    encoder in one width. `pooled_dim`: the argument for the pooled vector. `by_text`: padding of captions is cut off.
+    `extras`: further inputs, by the adapter's names; `streams`: further texts, each with a mask, `…_mask`.
+
+    Images: `classes`: the argument with the number of classes. `packs`: 2 × 2 latents are packed into channels.
+    `references`: the most images that a sample can be an edit of. `fill`: models with still more channels take a masked
+    image and its mask. `controlnet`: diffusers' ControlNet class. `square`: height and width are one number; `fixed`:
+    `sample_size` is that number.
+
+    Videos: `video`: latents have frames. `first_frame`: models that take a first frame can be trained; `blank`: every
+    model takes one or none; `keeps_first`: also models without channels for it take one, as the first latents at t = 0.
+    `image_dim`: the argument for the width of an image encoder's `image_tokens` embeddings of it.
+
+    Blocks: `depths`: the lists of equal blocks in the order of the forward pass, with the arguments for their lengths.
+    `even`: the number is even, and skips join the halves. `routed`: tokens go to experts, so memory varies with values.
+    `objective`: the default.
     """
 
     text_dim: str | None = None
@@ -80,7 +79,7 @@ class Inputs(Strict):
 
 
 PACKING = 2
-"""Latents a side that are packed into one, outside of a model that `packs`."""
+"""Latents per side that are packed into one, outside of a model that `packs`."""
 REFERENCE = "reference"
 """An extra of a batch, [B, references, C, H, W]: the latents of the images that a sample is an edit of."""
 
@@ -91,7 +90,7 @@ def mask_of(stream: str) -> str:
 
 
 def stream_shapes(class_name: str, arguments: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """(most states, width) of each further text of a model, as far as its arguments say."""
+    """(most states, width) of each further text whose arguments are known."""
     streams = FAMILIES[class_name].streams if class_name in FAMILIES else {}
     shapes = {name: (_tokens(each, arguments), _last(arguments.get(each.dim))) for name, each in streams.items()}
     return {name: (tokens, dim) for name, (tokens, dim) in shapes.items() if tokens is not None and dim is not None}
@@ -104,7 +103,7 @@ def streams_of(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def block_count(spec: ModelSpec) -> int | None:
-    """The number of blocks by its arguments; None where they leave a list to the class."""
+    """The number of blocks by the arguments; None if an argument is missing."""
     depths = FAMILIES[spec.class_name].depths.values() if spec.class_name in FAMILIES else ()
     counts = [spec.kwargs.get(key) for key in depths]
     return sum(each for each in counts if each) if counts and all(type(each) is int for each in counts) else None
@@ -280,9 +279,9 @@ PIPELINES = {
 
 
 class Editor(Strict):
-    """How a pipeline edits. `references`: the most images that a sample is an edit of. `area`: the pixels that it
-    resizes each to; None: it has the size of the edit. `seen`: the pixels of each that its text encoder reads; None: it
-    reads captions alone."""
+    """How a pipeline edits. `references`: the most images that a sample is an edit of. `area`: the pixels that each is
+    resized to; None: the size of the edit. `seen`: the pixels of each that the text encoder reads; None: captions
+    only."""
 
     references: int = 1
     area: int | None = None
@@ -299,13 +298,13 @@ class Editor(Strict):
 
 
 EDITED = 8
-"""The pixels a side of a latent of a pipeline that resizes references."""
+"""Pixels per side of a latent, for pipelines that resize references."""
 MOST_ASPECT = 4
-"""The longer side of its edits over the other: up to it, the tokens of a reference are counted."""
+"""The largest ratio of the sides of an edit for which the tokens of a reference are counted."""
 
 
 def resized(area: int, height: float, width: float) -> tuple[int, int]:
-    """(height, width) of about so many pixels, each a multiple of 32, in the ratio of these.
+    """(height, width) of about `area` pixels in the ratio of these, each a multiple of 32.
 
     Source: diffusers 0.42.1, calculate_dimensions of QwenImageEditPipeline and QwenImageEditPlusPipeline.
     """
@@ -321,11 +320,11 @@ EDITORS = {
 }
 """The pipelines that edit images. Source: their __call__ in diffusers 0.42.1."""
 ALONE = Editor(references=0)
-"""Of other pipelines: a reference is as large as its edit, and the text encoder does not read it."""
+"""Other pipelines: a reference is as large as its edit, and the text encoder does not read it."""
 
 
 def editor_of(pipeline: Any) -> Editor:
-    """How the pipeline of this class edits; the class may be any value of a document."""
+    """How this pipeline edits; the class name may be any value of a document."""
     return EDITORS.get(str(pipeline), ALONE)
 
 
@@ -334,7 +333,7 @@ _BY_WIDTH = {
     ("Flux2Transformer2DModel", 12288): "Flux2KleinPipeline",
     ("Flux2Transformer2DModel", 15360): "Flux2Pipeline",
 }
-"""The same for classes whose models have different text encoders, by the width of their text."""
+"""Pipelines of classes whose models have different text encoders, by the width of the text."""
 
 
 def pipeline_of(class_name: str, text_dim: int | None) -> str | None:
@@ -387,17 +386,17 @@ def objective_of(model: ModelSpec, asked: ObjectiveSpec | None) -> ObjectiveSpec
 MOST_BLOCKS = 1000
 """The most blocks in a list; the deepest model of the catalogue has 60."""
 LARGEST_ARGUMENT = 2**24
-"""Of a width, a count or a length: the largest of the catalogue is a width of 14336."""
+"""The largest width, count or length; in the catalogue the largest is a width of 14336."""
 WIDEST = 2**20
-"""Channels of all heads of attention."""
+"""The most channels of all heads of attention."""
 _DEPTHS = re.compile("layers|depth|blocks")
-"""In the names of arguments that say how many modules are built one after another."""
+"""Matches names of arguments for the number of modules."""
 _NO_SIZE = re.compile("theta")
-"""In the names of arguments that are no sizes: rope_theta goes up to 1e9."""
+"""Matches names of arguments that are no sizes: rope_theta is up to 1e9."""
 
 
 def too_large(arguments: Mapping[str, Any]) -> list[str]:
-    """Sizes of a model that nobody could build or wait for, a line each, in the lists and mappings within too."""
+    """A line for each size that is too large to build a model, also within lists and mappings."""
     problems, waiting = [], list(arguments.items())
     while waiting:
         key, value = waiting.pop()
@@ -414,7 +413,7 @@ def too_large(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def argument_problems(spec: ModelSpec) -> list[str]:
-    """Problems of arguments that no class takes: sizes that nobody could build, and no block at all."""
+    """Problems of arguments that no class takes: negative or too large sizes, and no block at all."""
     depths = tuple(dict.fromkeys(FAMILIES.get(spec.class_name, Inputs()).depths.values()))
     problems = [
         f"model.kwargs.{key} is {value}, and 0 to {MOST_BLOCKS if key in depths else LARGEST_ARGUMENT} was expected"
@@ -438,7 +437,7 @@ def argument_problems(spec: ModelSpec) -> list[str]:
 
 
 def training_obstacle(spec: ModelSpec) -> str | None:
-    """Why a model cannot be trained from a store of latents and texts or classes; None where it can."""
+    """Why a model cannot be trained on a cache of latents and texts or classes; None if it can."""
     class_name = spec.class_name
     inputs = FAMILIES.get(class_name)
     if inputs is None:
@@ -447,33 +446,33 @@ def training_obstacle(spec: ModelSpec) -> str | None:
         if not inputs.first_frame:
             return f"{spec.name} begins with an image, which the adapter of {class_name} does not take"
         if spec.kwargs.get("pos_embed_seq_len") is not None:
-            return f"{spec.name} needs the first and the last frame, and a store keeps only the first"
+            return f"{spec.name} needs the first and the last frame, and a cache keeps only the first"
     return None
 
 
 def no_adapter(class_name: str) -> str:
-    """That a class has no adapter, with the reason or similar names."""
+    """The error for a class without an adapter, with the reason or similar names."""
     near = nearest(class_name, FAMILIES)
     why = refusal("model", class_name) or (f"; {near}" if near.startswith("did you mean") else "")
     return f"the class {class_name} is not known{why}"
 
 
 def is_controlled(spec: ModelSpec) -> bool:
-    """Whether an image model takes one reference in as many further channels as its latents have."""
+    """Whether an image model takes one reference as further channels, as many as its latents have."""
     channels, out = (spec.kwargs.get(key) for key in ("in_channels", "out_channels"))
     takes = spec.class_name in FAMILIES and FAMILIES[spec.class_name].references > 0
     return takes and isinstance(channels, int) and isinstance(out, int) and channels == 2 * out
 
 
 def fills(spec: ModelSpec) -> bool:
-    """Whether an image model takes a masked image and its mask in further channels, more than its latents have."""
+    """Whether an image model takes a masked image and its mask as further channels, more than its latents have."""
     channels, out = (spec.kwargs.get(key) for key in ("in_channels", "out_channels"))
     takes = spec.class_name in FAMILIES and FAMILIES[spec.class_name].fill
     return takes and isinstance(channels, int) and isinstance(out, int) and channels > 2 * out
 
 
 def begins_with_an_image(spec: ModelSpec) -> bool:
-    """Whether a video model takes its first frame: in further channels, or in its blocks."""
+    """Whether a video model takes its first frame, as further channels or in its blocks."""
     channels, out = (spec.kwargs.get(key) for key in ("in_channels", "out_channels"))
     wider = isinstance(channels, int) and isinstance(out, int) and channels > out
     given = wider or any(spec.kwargs.get(key) is not None for key in ("image_dim", "image_condition_type"))

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from bigdit.catalog.names import aliases_of, instead, load_json, meant, normalise, resolve
+from bigdit.catalog.names import aliases_of, load_json, matches, normalise, resolve, suggestion
 from bigdit.errors import UserError
 from bigdit.strategy import Float8, Precision, Strategy, Strict
 from bigdit.units import GIB, KIB, MIB
@@ -30,7 +30,7 @@ Source: PCI Express Base Specification: 8, 16, 32 GT/s coded 128b/130b; 64 GT/s 
 
 
 class Tflops(Strict):
-    """Dense peak rates in 10¹² operations a second; None where the GPU has no unit for the type."""
+    """Dense peak rates in 10¹² operations per second; None if the GPU has no unit for the type."""
 
     fp8: PositiveFloat | None
     bf16: PositiveFloat | None
@@ -39,7 +39,7 @@ class Tflops(Strict):
     fp32: PositiveFloat
 
     def computes(self, strategy: Strategy) -> bool:
-        """Whether the GPU has units for the strategy's precision, and for FP8 where it has that."""
+        """Whether the GPU has units for the strategy's precision, and for FP8 if the strategy uses it."""
         rate = {"bf16": self.bf16, "bf16_sr": self.bf16, "tf32": self.tf32}.get(strategy.precision, self.fp32)
         return rate is not None and (strategy.float8 == "none" or self.fp8 is not None)
 
@@ -68,8 +68,8 @@ class Sources(Strict):
 
 
 class Kind(Strict):
-    """The machines of one kind of GPU. `host_gib`: assumed CPU memory per GPU; `display_mib`: GPU memory that a plan
-    leaves free for a screen."""
+    """The machines of one kind of GPU. `host_gib`: assumed CPU memory per GPU; `display_mib`: GPU memory to leave for
+    a screen."""
 
     host_gib: PositiveInt
     display_mib: NonNegativeInt
@@ -146,8 +146,8 @@ class Gpu(Strict):
 
     @property
     def memory_bounds(self) -> tuple[int, int]:
-        """The possible bytes of such a GPU: from an eighth, the smallest MIG slice, to a little over twice, with larger
-        memory chips (RTX 4090 of 49140 MiB)."""
+        """The possible bytes of such a GPU: from an eighth (the smallest MIG slice) to 2.1 times (an RTX 4090 with
+        larger memory chips has 49140 MiB)."""
         return self.total_bytes // 8, self.total_bytes * 21 // 10
 
     @property
@@ -179,7 +179,7 @@ def _gpu(name: str) -> Gpu:
 
 
 def _plain(name: str) -> str:
-    """The name without the vendor's words."""
+    """The name without NVIDIA, GeForce and Tesla."""
     return re.sub(r"^(nvidia-)?(geforce-|tesla-)?", "", normalise(name))
 
 
@@ -189,22 +189,22 @@ def gpus() -> list[Gpu]:
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of that name, alias or driver's name (`NVIDIA GeForce RTX 4090`). `machine.resolve_gpu` also
-    knows slices, other memory sizes and this machine's GPUs.
+    """The GPU of that name, alias or driver's name (`NVIDIA GeForce RTX 4090`).
 
-    Raises UserError for an unknown name, and for one that means GPUs of different memory (`a100`).
+    `machine.resolve_gpu` also knows slices, other memory sizes and this machine's GPUs. Raises UserError for an unknown
+    name, and for a name of several GPUs (`a100`).
     """
     return _gpu(resolve("gpu", name, _plain(name), _document()["gpus"], _document()["aliases"]))
 
 
 def named(name: str) -> list[Gpu]:
     """All GPUs that a name, alias or driver's name can mean; none for an unknown one."""
-    return [_gpu(found) for found in meant(_plain(name), _document()["gpus"], _document()["aliases"])]
+    return [_gpu(found) for found in matches(_plain(name), _document()["gpus"], _document()["aliases"])]
 
 
 def no_gpu(name: str) -> str:
     """The end of an error for an unknown GPU: the reason, if known, and the nearest names."""
-    return instead("gpu", _plain(name), _document()["gpus"], _document()["aliases"])
+    return suggestion("gpu", _plain(name), _document()["gpus"], _document()["aliases"])
 
 
 def gpu_aliases(name: str) -> tuple[str, ...]:
@@ -226,7 +226,7 @@ class MigProfile(Strict):
 
 
 class Layout(Strict):
-    """How `gpus` of `sms` multiprocessors and `slices` of memory are divided; `source`: of the listing."""
+    """How MIG divides `gpus` of `sms` multiprocessors and `slices` of memory; `source`: of the listing."""
 
     gpus: tuple[str, ...]
     sms: PositiveInt
@@ -248,10 +248,9 @@ def mig_profiles(gpu: Gpu) -> tuple[str, ...]:
 
 
 def mig_slice(gpu: Gpu, profile: str) -> Gpu:
-    """The slice as a GPU: compute by its share of multiprocessors, bandwidth by its share of memory slices, no NVLink
-    (MIG instances reach no other GPU), and shared PCIe.
+    """The slice as a GPU. It has a share of the multiprocessors and of the bandwidth, shared PCIe, and no NVLink.
 
-    Raises UserError for a GPU without MIG and for a profile that it does not have.
+    Raises UserError for a GPU without MIG, and for a profile that it does not have.
     """
     layout = _layouts().get(gpu.name)
     if layout is None:
@@ -343,7 +342,7 @@ def capability(compute_capability: tuple[int, int]) -> Capability:
 
 
 def precision_problems(gpu: Gpu, precision: Precision) -> list[str]:
-    """Why `gpu` does not compute in `precision`; none where it does."""
+    """Why `gpu` does not compute in `precision`."""
     if precision not in ("bf16", "bf16_sr") or gpu.tflops.bf16 is not None:
         return []
     capability = ".".join(str(part) for part in gpu.compute_capability)
@@ -354,7 +353,7 @@ def precision_problems(gpu: Gpu, precision: Precision) -> list[str]:
 
 
 def float8_problems(gpu: Gpu, float8: Float8) -> list[str]:
-    """Why `gpu` multiplies nothing in FP8; none where it does, and where nothing is to be."""
+    """Why `gpu` cannot multiply in FP8, if it should."""
     if float8 == "none" or gpu.tflops.fp8 is not None:
         return []
     capability = ".".join(str(part) for part in gpu.compute_capability)

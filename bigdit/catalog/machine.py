@@ -26,8 +26,8 @@ INSTEAD = "name a GPU instead, such as --gpu a100-80g-sxm (`bigdit gpus` lists a
 
 
 class Reading(NamedTuple):
-    """A row of nvidia-smi; memory in MiB. The driver's own part is neither used nor free; from driver 510 on
-    `total_mib` includes it."""
+    """A row of nvidia-smi; memory in MiB. The driver's own part is neither used nor free, but in `total_mib` since
+    driver 510."""
 
     number: str
     uuid: str
@@ -46,10 +46,8 @@ class Reading(NamedTuple):
 def found_gpus() -> tuple[Gpu, ...]:
     """The GPUs that a run on this machine sees, in the driver's order: the catalogue's rates, the driver's bytes.
 
-    CUDA_VISIBLE_DEVICES is obeyed, with numbers as in nvidia-smi.
-
-    Raises UserError where there is no GPU, where the driver cannot be asked, and for a GPU that the catalogue
-    does not have or that MIG has divided.
+    CUDA_VISIBLE_DEVICES is obeyed, with numbers as in nvidia-smi. Raises UserError without a GPU or a driver, for a GPU
+    that is not in the catalogue, and for one that MIG divides.
     """
     readings = _visible(_readings())
     problems = [problem for reading in readings if (problem := _problem(reading)) is not None]
@@ -59,7 +57,7 @@ def found_gpus() -> tuple[Gpu, ...]:
 
 
 def _readings() -> list[Reading]:
-    """All GPUs of the machine. Raises UserError where nvidia-smi is missing, fails, or lists none."""
+    """All GPUs of the machine. Raises UserError if nvidia-smi is missing, fails, or lists none."""
     command = shutil.which("nvidia-smi")
     if command is None:
         raise UserError(f"--gpu auto needs nvidia-smi, which is not on the PATH; {INSTEAD}")
@@ -107,7 +105,7 @@ def _visible(readings: list[Reading]) -> list[Reading]:
 
 
 def _candidate(reading: Reading) -> Gpu | None:
-    """The catalogue's GPU of the driver's name; of several, that with the nearest memory."""
+    """The catalogue's GPU of the driver's name; of several the one with the nearest memory."""
     candidates = named(reading.name)
     return min(candidates, key=lambda found: abs(found.total_mib - reading.total_mib), default=None)
 
@@ -164,10 +162,10 @@ SLICE = re.compile(r"^(?P<gpu>.+?)(?::|[\s_-]mig[\s_-])(?P<profile>\S+)$", re.IG
 def resolve_gpu(name: str | None, memory: str | None = None) -> Gpu:
     """The GPU to plan for.
 
-    `name`: one of the catalogue, an alias or a driver's name; `GPU:PROFILE`, a slice as MIG or torch names it
-    (`NVIDIA A100-SXM4-80GB MIG 3g.40gb`); `auto`, this machine's GPU, of several that with the least memory
-    (`machine.found_gpus` has all). `memory`, such as `46068MiB`, replaces the usable bytes; the rates stay.
-    Raises UserError for a name that means no GPU or several, and for a memory that such a GPU cannot have.
+    `name`: a name of the catalogue, an alias or a driver's name; a slice, `GPU:PROFILE` or torch's
+    `NVIDIA A100-SXM4-80GB MIG 3g.40gb`; `auto`, this machine's GPU with the least memory (`found_gpus` has all).
+    `memory`, such as `46068MiB`, replaces the usable bytes. Raises UserError for an unknown or ambiguous name, and for
+    a memory that such a GPU cannot have.
     """
     if name is None or name.strip().casefold() in ("", "custom"):
         raise UserError(_unnamed(memory))

@@ -10,15 +10,15 @@ from typing import Any
 from pydantic import NonNegativeInt, PositiveInt
 
 from bigdit.catalog.families import FAMILIES, editor_of, no_adapter, pipeline_of, training_obstacle
-from bigdit.catalog.names import Aliases, aliases_of, instead, load_json, normalise, resolve
+from bigdit.catalog.names import Aliases, aliases_of, load_json, normalise, resolve, suggestion
 from bigdit.errors import UserError
 from bigdit.strategy import BatchShape, ModelSpec, Strict
 
 
 class TextInput(Strict):
-    """The text embeddings of a model, (tokens, dim) per sample; None where the shape is unknown or varies.
+    """The text embeddings of a model, (tokens, dim) per sample; None if unknown or varying.
 
-    `reference_tokens`: at most as many more for each image that a sample is an edit of."""
+    `reference_tokens`: the most further tokens for each image that a sample is an edit of."""
 
     encoder: str
     tokens: PositiveInt | None
@@ -55,15 +55,13 @@ class PublishedClip(Strict):
 class CatalogModel(Strict):
     """A diffusion transformer of the catalogue.
 
-    `params` and `buffer_elems` are counts of elements, None in a user's model; `block_lists` the module lists of
-    repeated blocks with their lengths, in the order of the forward pass; `patch_size` is in latents, and counts a
-    packing outside the model; `patch_frames` frames of latents go into one token, for which they are padded;
-    `resolution` is the side in pixels of the squares it was published for, None where none is stated and for video,
-    which has its `clip`; `unverified` what about the entry was not verified; `pipeline` the folder in diffusers' layout
-    that a user's own model lies in, with its VAE and text encoders; `folder` the one of its weights in such a layout;
-    `references` how many images a sample is an edit of; `editor` the diffusers pipeline that edits, where it is not the
-    one of its class; `first_frame` whether its videos begin with a given image, where other models of the same
-    arguments begin with none.
+    `params`, `buffer_elems`: numbers of elements, None for a user's model. `block_lists`: lists of repeated blocks
+    with their lengths, in the order of the forward pass. `patch_size`: in latents, with a packing outside the model.
+    `patch_frames`: frames of latents in one token; they are padded to it. `resolution`: the published side in pixels;
+    None if unknown, and for videos, which have a `clip`. `unverified`: what of the entry was not verified. `pipeline`:
+    the diffusers folder of a user's own model, with VAE and text encoders. `folder`: that of the weights within it.
+    `references`: the images that a sample is an edit of. `editor`: the pipeline that edits, if not that of the class.
+    `first_frame`: whether videos begin with a given image, for models whose arguments do not say it.
     """
 
     spec: ModelSpec
@@ -98,19 +96,17 @@ class CatalogModel(Strict):
 
     @property
     def obstacle(self) -> str | None:
-        """Why this model cannot be planned now; None where it can."""
-        if self.spec.class_name not in FAMILIES:
-            return no_adapter(self.spec.class_name)
-        return None
+        """Why this model cannot be planned; None if it can."""
+        return None if self.spec.class_name in FAMILIES else no_adapter(self.spec.class_name)
 
     @property
     def training_obstacle(self) -> str | None:
-        """Why it cannot be trained from a store of latents and text or classes; None where it can."""
+        """Why it cannot be trained on a cache of latents and text or classes; None if it can."""
         return training_obstacle(self.spec)
 
     @property
     def text_pipeline(self) -> str | None:
-        """The diffusers pipeline that encodes its text; None without text, or where bigdit cannot encode it."""
+        """The diffusers pipeline that encodes its text; None without text, or if bigdit cannot encode it."""
         return None if self.text is None else self.editor or pipeline_of(self.spec.class_name, self.text.dim)
 
     @property
@@ -120,13 +116,11 @@ class CatalogModel(Strict):
 
     @property
     def extract_obstacle(self) -> str | None:
-        """Why `bigdit extract` cannot encode its training data; None where it can."""
+        """Why `bigdit extract` cannot encode its training data; None if it can."""
         if self.extractable or self.text is None or not self.trainable:
             return None
-        return (
-            f"`bigdit extract` cannot encode the text of its encoder {self.text.encoder}; train it on a store whose "
-            "text was encoded elsewhere"
-        )
+        other = "train it on a cache whose text was encoded elsewhere"
+        return f"`bigdit extract` cannot encode the text of its encoder {self.text.encoder}; {other}"
 
     @property
     def square(self) -> bool:
@@ -171,7 +165,7 @@ def model(name: str) -> CatalogModel:
 
 def no_model(name: str) -> str:
     """The end of an error for an unknown model: the reason, if known, and the nearest names."""
-    return instead("model", normalise(name), _document()["models"], _aliases())
+    return suggestion("model", normalise(name), _document()["models"], _aliases())
 
 
 def model_aliases(name: str) -> tuple[str, ...]:
@@ -185,7 +179,7 @@ def repositories(name: str) -> tuple[str, ...]:
 
 
 def _held() -> dict[str, list[str]]:
-    """The models of each repository on the hub."""
+    """The models in each repository of the hub."""
     hub: dict[str, str | list[str]] = _document()["hub"]
     return {repository: [held] if isinstance(held, str) else held for repository, held in hub.items()}
 
@@ -204,8 +198,7 @@ def latent_shape(
 ) -> tuple[int, int, int] | tuple[int, int, int, int]:
     """Latents (channels, h, w) of an image of `height` × `width` pixels, (channels, f, h, w) of a video.
 
-    Raises UserError for a video without `frames`, an image with them, and for pixels and frames that the VAE
-    and the patches do not divide.
+    Raises UserError for a video without `frames`, an image with them, and sizes that the VAE and patches do not divide.
     """
     vae = model.vae
     sides = {"a side": height} if height == width else {"the height": height, "the width": width}
@@ -228,10 +221,10 @@ def latent_shape(
 def batch_shape(
     model: CatalogModel, resolution: int | tuple[int, int] | None = None, frames: int | None = None
 ) -> BatchShape:
-    """Shapes of one sample with `resolution` pixels a side or (height, width), the model's own where it is None,
-    and so many `frames` of a video.
+    """Shapes of one sample with `resolution` pixels per side or (height, width), and `frames` of a video; None: the
+    model's own.
 
-    Raises UserError where the model states no resolution, or its text has no known length.
+    Raises UserError if the model states no resolution, or its text has no known length.
     """
     height, width = _native_sides(model) if resolution is None else _sides(resolution)
     if frames is None and model.clip is not None:
@@ -253,8 +246,8 @@ ASPECTS: tuple[tuple[int, int], ...] = ((1, 1), (4, 3), (3, 4), (16, 9), (9, 16)
 
 
 def aspect_sizes(model: CatalogModel, size: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    """The usual aspect ratios at about the area of `size`, with sides that the VAE and the patches divide;
-    for a model of squares alone the `size` itself."""
+    """The usual aspect ratios at about the area of `size`, with sides that the VAE and the patches divide; only `size`
+    for a model of squares."""
     if model.square:
         return (size,)
     multiple = model.vae.downsample * model.patch_size
@@ -307,7 +300,7 @@ def _frames_misfit(model: CatalogModel, frames: int | None) -> list[str]:
 
 
 class Gate(Strict):
-    """The source that says that a repository is gated, and its date."""
+    """Where it was seen that a repository is gated, and when."""
 
     source: str
     seen: datetime.date
@@ -320,7 +313,7 @@ def gates() -> dict[str, Gate]:
 
 
 def before_download(repository: str) -> str | None:
-    """What must be done before `hf download`; None for a repository that is not known to be gated."""
+    """What to do before `hf download` of a gated repository; None for others."""
     if repository not in gates():
         return None
     return f"accept the licence at https://huggingface.co/{repository}, and log in by `hf auth login`"

@@ -1,6 +1,6 @@
-"""The model of a run or a plan: by catalogue name, by a diffusers config.json, or written out; with its VAE.
+"""The model of a run or a plan, with its VAE: a name of the catalogue, a diffusers config.json, or arguments.
 
-What a user's config.json lacks is taken from its sibling, the most similar model of the catalogue.
+Values that a user's config.json lacks come from its sibling, the most similar model of the catalogue.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bigdit.catalog.conditions import may_begin
+from bigdit.catalog.conditions import can_take_first_frame
 from bigdit.catalog.families import (
     EDITORS,
     FAMILIES,
@@ -37,8 +37,7 @@ TRANSFORMER = "transformer"
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """The model to train. Raises UserError unless exactly one of name, path and class_name is given, and for arguments
-    that no class takes."""
+    """The model to train. Raises UserError unless one of name, path and class_name is set, and for wrong arguments."""
     ways = [key for key in ("name", "path", "class_name") if getattr(config, key) is not None]
     if len(ways) != 1:
         found = " and ".join(f"model.{way}" for way in ways) or "none of them"
@@ -50,14 +49,13 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     if config.path is not None:
         return read_model_config(config.path)
     assert config.class_name is not None
-    return _sensible(ModelSpec(name=config.class_name, class_name=config.class_name, kwargs=config.kwargs))
+    return _checked(ModelSpec(name=config.class_name, class_name=config.class_name, kwargs=config.kwargs))
 
 
 def read_model_config(path: Path) -> ModelSpec:
-    """The ModelSpec in a diffusers `config.json`, its folder, or a pipeline's folder. It has the name of its folder,
-    its pipeline, or a file with another name.
+    """The ModelSpec in a diffusers `config.json`, its folder, or a pipeline's folder, which gives the name.
 
-    Raises UserError where the file is missing, is not JSON, names no class, or has arguments that no class takes.
+    Raises UserError if the file is missing, is not JSON, names no class, or has wrong arguments.
     """
     file = config_file(path)
     try:
@@ -70,7 +68,7 @@ def read_model_config(path: Path) -> ModelSpec:
     kwargs = {key: value for key, value in document.items() if not key.startswith("_")}
     spec = ModelSpec(name=_name(file.absolute()) or class_name, class_name=class_name, kwargs=kwargs)
     try:
-        return _sensible(spec)
+        return _checked(spec)
     except UserError as error:
         raise UserError(*(f"{file}: {line.removeprefix('model.kwargs.')}" for line in error.problems)) from None
 
@@ -81,7 +79,7 @@ def _name(file: Path) -> str:
     return file.parent.parent.name if file.parent.name == TRANSFORMER else file.parent.name
 
 
-def _sensible(spec: ModelSpec) -> ModelSpec:
+def _checked(spec: ModelSpec) -> ModelSpec:
     if problems := argument_problems(spec):
         raise UserError(*problems)
     return spec
@@ -96,15 +94,12 @@ def config_file(path: Path) -> Path:
     return inner if inner.is_file() else path / "config.json"
 
 
-_BEGINS = "ImageToVideoPipeline"
-"""How the names of pipelines end whose videos begin with an image."""
+_IMAGE_TO_VIDEO = "ImageToVideoPipeline"
+"""The end of the names of image-to-video pipelines."""
 
 
 def find_model(asked: str) -> CatalogModel:
-    """The model of that catalogue name or alias, or of the config.json, or folder with one, at that path.
-
-    Raises UserError where it is none of them.
-    """
+    """The model of a catalogue name, an alias, a config.json, or a folder with one. Raises UserError for others."""
     if asked.endswith(".json") or asked.startswith((".", "/", "~")) or os.path.isdir(asked):
         return user_model(Path(os.path.expanduser(asked)))
     try:
@@ -118,10 +113,9 @@ def find_model(asked: str) -> CatalogModel:
 def user_model(path: Path) -> CatalogModel:
     """The model of a diffusers config.json, with all that a plan needs; its parameters are not counted.
 
-    Channels, patch size and the width of the text are read from the config, the VAE from its pipeline's folder. The
-    number of text tokens, and without a pipeline the VAE, are the sibling's: `unverified` lists them.
-    Raises UserError for a class without an adapter, for a config that lacks other values, and where the VAE or the
-    text encoders of the folder do not fit the transformer.
+    The config has channels, patch size and the width of the text; the pipeline's folder has the VAE. The number of text
+    tokens, and a missing VAE, come from the sibling: `unverified` lists them. Raises UserError for a class without an
+    adapter, a config that lacks other values, and a VAE or text encoders that do not fit the transformer.
     """
     file = config_file(path)
     folder = pipeline_folder(file)
@@ -144,23 +138,22 @@ def user_model(path: Path) -> CatalogModel:
     try:
         if widths is not None:
             _check_together(spec, inputs, sibling, own, widths)
-        made = of_arguments(spec, own, named)
+        made = model_of_arguments(spec, own, named)
     except UserError as error:
         raise UserError(*(f"{path}: {line}" for line in error.problems)) from None
     pipeline, assumed = None if folder is None else str(folder), made.unverified
     if folder is not None and own is None and (other := config_of(folder / "vae" / CONFIG).get("_class_name")):
         assumed = f"vae/config.json is of {other}, which is not known here: {assumed}"
     edits = int(named in EDITORS) or made.references
-    begins = named is not None and named.endswith(_BEGINS)
+    begins = named is not None and named.endswith(_IMAGE_TO_VIDEO)
     update = {"source": (str(path),), "pipeline": pipeline, "unverified": assumed, "references": edits}
-    return made.model_copy(update=update | {"first_frame": begins and may_begin(made.spec)})
+    return made.model_copy(update=update | {"first_frame": begins and can_take_first_frame(made.spec)})
 
 
-def of_arguments(spec: ModelSpec, own: Vae | None = None, named: str | None = None) -> CatalogModel:
-    """The model of these arguments and its pipeline's `own` VAE, completed from its sibling. `named`: the class of the
-    pipeline.
+def model_of_arguments(spec: ModelSpec, own: Vae | None = None, named: str | None = None) -> CatalogModel:
+    """The model of these arguments and its pipeline's `own` VAE, completed from its sibling.
 
-    Raises UserError where an argument that decides shapes is no valid number.
+    `named`: the class of the pipeline. Raises UserError if an argument for shapes is no valid number.
     """
     inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own, named)
     more = {"spec": spec, "params": None, "buffer_elems": None, "notes": None, "source": (), "pipeline": None}
@@ -195,7 +188,7 @@ def _check_transformer(path: Path, folder: Path | None) -> None:
 def _check_together(
     spec: ModelSpec, inputs: Inputs, sibling: CatalogModel, vae: Vae | None, widths: dict[str, int]
 ) -> None:
-    """Raise UserError where the VAE's latents or the text encoders' states do not fit the transformer."""
+    """Raise UserError if the VAE's latents or the text encoders' states do not fit the transformer."""
     problems = []
     usual = _packed(sibling.vae, inputs)
     taken = spec.kwargs.get("in_channels", sibling.spec.kwargs.get("in_channels", usual))
@@ -224,14 +217,14 @@ def _packed(vae: Vae, inputs: Inputs) -> int:
 
 
 def _assumed(vae: Vae | None, text: TextInput | None, sibling: CatalogModel) -> str | None:
-    """What was taken from the sibling, as text; None if nothing was."""
+    """Which values the sibling gave, as text; None without any."""
     taken = [] if vae is None else [f"the VAE ({vae.name}, {vae.downsample} × {vae.downsample} pixels a latent)"]
     taken += [] if text is None else [f"{text.tokens} text tokens"]
     return f"{' and '.join(taken)}, taken from {sibling.name}" if taken else None
 
 
 def _block_lists(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> tuple[tuple[str, int], ...]:
-    """The sibling's lists, with the lengths of the config."""
+    """The sibling's lists of blocks, with the lengths of the config."""
     return tuple(
         (name, _whole(inputs.depths[name], spec.kwargs.get(inputs.depths[name], length)))
         if name in inputs.depths
@@ -240,26 +233,30 @@ def _block_lists(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> tupl
     )
 
 
-_FED = (is_controlled, fills, begins_with_an_image)
-"""Whether a model's input has more than latents."""
+_MORE_CHANNELS = (is_controlled, fills, begins_with_an_image)
+"""Whether a model's input has other channels besides latents."""
 
 
 def _sibling(spec: ModelSpec, vae: Vae | None, named: str | None = None) -> CatalogModel:
-    """The catalogue's model of the class with the most equal arguments; of several that with this VAE. Models that only
-    the pipeline `named` edits with are alike to its own."""
+    """The catalogue's model of the class with the most equal arguments; of several the one with this VAE.
+
+    If the pipeline `named` edits with a vision encoder, its own models come first.
+    """
     editor = named if editor_of(named).seen else None
 
-    def alike(candidate: CatalogModel) -> tuple[bool, int, bool]:
+    def likeness(candidate: CatalogModel) -> tuple[bool, int, bool]:
         equal = sum(spec.kwargs.get(key) == value for key, value in candidate.spec.kwargs.items())
-        as_fed = all(fed(spec) == fed(candidate.spec) for fed in _FED) and editor == candidate.editor
-        return as_fed, equal, vae is not None and vae.name == candidate.vae.name
+        same_inputs = (
+            all(takes(spec) == takes(candidate.spec) for takes in _MORE_CHANNELS) and editor == candidate.editor
+        )
+        return same_inputs, equal, vae is not None and vae.name == candidate.vae.name
 
-    return max((m for m in models() if m.spec.class_name == spec.class_name), key=alike)
+    return max((m for m in models() if m.spec.class_name == spec.class_name), key=likeness)
 
 
 def _vae(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> Vae:
-    """The sibling's VAE, or one with other channels. A model with further inputs has the sibling's in_channels."""
-    key = "out_channels" if any(fed(spec) for fed in _FED) else "in_channels"
+    """The sibling's VAE, or one with other channels. Other inputs of a model are no channels of the VAE."""
+    key = "out_channels" if any(takes(spec) for takes in _MORE_CHANNELS) else "in_channels"
     found = spec.kwargs.get(key)
     if found is None or found == sibling.spec.kwargs.get(key):
         return sibling.vae
@@ -309,7 +306,7 @@ def _resolution(spec: ModelSpec, vae: Vae, sibling: CatalogModel) -> int | None:
 
 
 def _whole(key: str, value: Any) -> int:
-    """A positive integer; the last of several, as in (frames, height, width)."""
+    """A positive integer; of (frames, height, width) the last."""
     if isinstance(value, list) and value:
         value = value[-1]
     if not isinstance(value, int) or value < 1:
@@ -326,11 +323,11 @@ class _Ratios(NamedTuple):
 
 
 def _halvings(config: dict[str, Any], key: str) -> int:
-    """Pixels per side of a latent, where each listed stage but the last halves them."""
+    """Pixels per side of a latent: each listed stage but the last halves the sides."""
     return 1 << (len(config[key]) - 1)
 
 
-# By the class of a VAE. Source: diffusers 0.42.1, `spatial_compression_ratio` and `temporal_compression_ratio` of these
+# Keys: classes of VAEs. Source: diffusers 0.42.1, `spatial_compression_ratio` and `temporal_compression_ratio` of these
 # classes and `vae_scale_factor` of their pipelines.
 _RATIOS: dict[str, Callable[[dict[str, Any]], _Ratios]] = {
     "AutoencoderKL": lambda c: _Ratios(_halvings(c, "block_out_channels"), 1, c["latent_channels"]),
@@ -360,7 +357,7 @@ _RATIOS: dict[str, Callable[[dict[str, Any]], _Ratios]] = {
 
 
 def pipeline_folder(config: Path) -> Path | None:
-    """The pipeline's folder around a transformer's config.json; None without one."""
+    """The folder of the pipeline that has this transformer's config.json; None without one."""
     folder = config.absolute().parent.parent
     there = any(os.path.isfile(file) for file in (folder / INDEX, folder / "vae" / CONFIG))  # False for a name too long
     return folder if there else None
@@ -402,7 +399,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def folder_vae(folder: Path) -> Vae | None:
-    """The VAE in its folder of a pipeline's; None where it is missing or of an unknown class. Raises UserError for a
+    """The VAE in this folder of a pipeline; None if it is missing or of an unknown class. Raises UserError for a
     config.json without the arguments of its class."""
     file = folder / CONFIG
     config = config_of(file)
@@ -412,16 +409,16 @@ def folder_vae(folder: Path) -> Vae | None:
     try:
         space, time, channels = _RATIOS[class_name](_DEFAULTS.get(class_name, {}) | config)
         kwargs = {key: value for key, value in config.items() if not key.startswith("_")}
-        alike = _known(class_name, (space, time, channels), kwargs)
+        known_as = _known(class_name, (space, time, channels), kwargs)
         return Vae(
-            name=alike or f"the VAE of {folder.absolute().parent.name}",
+            name=known_as or f"the VAE of {folder.absolute().parent.name}",
             class_name=class_name,
             kwargs=kwargs,
             downsample=space,
             temporal_downsample=time,
             latent_channels=channels,
-            params=_vaes()[alike]["params"] if alike else None,
-            encoder_params=_vaes()[alike]["encoder_params"] if alike else None,
+            params=_vaes()[known_as]["params"] if known_as else None,
+            encoder_params=_vaes()[known_as]["encoder_params"] if known_as else None,
             source=str(file),
             notes=None,
         )
@@ -432,13 +429,13 @@ def folder_vae(folder: Path) -> Vae | None:
 
 
 def unfit_buckets(spec: ModelSpec, codec: IdentityCodec | VaeCodec, data: DataConfig) -> list[str]:
-    """Which buckets the VAE and the model's patches do not divide, as far as their configs tell."""
+    """The buckets that the VAE and the model's patches do not divide, as far as their configs say."""
     if isinstance(codec, IdentityCodec) or spec.class_name not in FAMILIES:
-        return []  # of pixels `config.check` has compared them
+        return []  # `config.check` compares buckets with pixels as latents
     vae = folder_vae(codec.described_in)
     if vae is None:
         return []
-    model, problems = of_arguments(spec, vae), list[str]()
+    model, problems = model_of_arguments(spec, vae), list[str]()
     for key, buckets in data.keyed_buckets.items():
         for bucket in buckets:
             (height, width), frames = bucket[-2:], frames_of(bucket) if model.video or len(bucket) == 3 else None
@@ -450,8 +447,8 @@ def unfit_buckets(spec: ModelSpec, codec: IdentityCodec | VaeCodec, data: DataCo
 
 
 def text_widths(folder: Path) -> dict[str, int]:
-    """The width of the hidden states of each text encoder in a pipeline's folder; empty where its index leaves one out,
-    whose states are zeros."""
+    """The width of the hidden states of each text encoder in a pipeline's folder; empty if its index leaves one out,
+    whose states are then zeros."""
     if any(name.startswith("text_encoder") and entry == [None, None] for name, entry in index_of(folder).items()):
         return {}
     found = {}
@@ -475,7 +472,7 @@ def _vaes() -> dict[str, Any]:
 
 
 def _known(class_name: str, ratios: tuple[int, int, int], kwargs: dict[str, Any]) -> str | None:
-    """The catalogue's VAE of that class and shape whose known arguments are all among `kwargs`."""
+    """The catalogue's VAE of that class and shape whose arguments are all among `kwargs`."""
     for name, vae in _vaes().items():
         shape, own = (vae["downsample"], vae["temporal_downsample"], vae["latent_channels"]), vae["kwargs"]
         if own is None or (vae["class_name"], shape) != (class_name, ratios):

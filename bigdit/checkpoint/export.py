@@ -196,7 +196,7 @@ def _pieces(checkpoint: Checkpoint) -> list[models.Piece]:
         raise UserError(f"--single-file: {checkpoint.folder} holds a ControlNet, which is one folder; leave it out")
     if checkpoint.state["strategy"].get("lora") is not None:
         raise UserError(
-            f"--single-file: {checkpoint.folder} holds adapters, whose files ComfyUI reads beside the model; leave it "
+            f"--single-file: {checkpoint.folder} holds adapters, whose files ComfyUI reads next to the model; leave it "
             "out"
         )
     return models.single_file_layout(ModelSpec.model_validate(checkpoint.state["model"]))

@@ -122,7 +122,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """A checkpoint's folder. Raises UserError if its state.json is missing or was changed."""
     kept, _ = read_state(folder, STATE, "a checkpoint", CheckpointState)
     if NAME.fullmatch(folder.name) and folder.name != name_of(kept["step"]):
-        raise UserError(f"{folder} holds {name_of(kept['step'])}: it lies in the place of another")
+        raise UserError(f"{folder} holds {name_of(kept['step'])}: its folder has the name of another")
     return Checkpoint(folder, kept)
 
 
@@ -138,7 +138,7 @@ def read_state(folder: Path, name: str, kind: str, expected: type[SavedState]) -
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({str(error)[:200]})") from None
     if known != _digest(state):
-        raise UserError(f"{file} is damaged: its checksum is not its own")
+        raise UserError(f"{file} is damaged: its checksum does not match its content")
     kept = {key: state.get(key, field.default) for key, field in expected.model_fields.items()}
     try:
         expected.model_validate({key: value for key, value in kept.items() if value is not PydanticUndefined})
@@ -333,7 +333,7 @@ def verify(found: Saved, peers: Peers | None = None) -> None:
     more = set(found.engine.glob("*.safetensors")) - set(found.files())
     problems = []
     if more:
-        problems.append(f"{min(more)} is no part of its {found.kind}: {found.document} does not name it; remove it")
+        problems.append(f"{min(more)} is not part of its {found.kind}: {found.document} does not name it; remove it")
     for file in found.files()[peers.world.rank :: peers.world.world_size]:
         problems += _problem(found, file)
     peers.agree(problems[0] if problems else None)
@@ -352,7 +352,7 @@ def _problem(found: Saved, file: Path) -> list[str]:
         fix = advice(found.folder.parent, found.folder.name)
     if not file.is_file():
         return [f"the {found.kind} {found.folder} lacks {name}; {fix}"]
-    return [f"{file} is damaged: {why or f'its checksum is not the one in {found.document}'}; {fix}"]
+    return [f"{file} is damaged: {why or f'its checksum differs from that in {found.document}'}; {fix}"]
 
 
 CHECKSUMS = "checksums.json"
@@ -384,6 +384,6 @@ def check_exported(folder: Path) -> None:
     if lacking:
         raise UserError(f"{folder} lacks {lacking[0]}, which its {CHECKSUMS} names; {_AGAIN}")
     if changed:
-        raise UserError(f"{folder / changed[0]} is damaged: its checksum is not the one in {CHECKSUMS}; {_AGAIN}")
+        raise UserError(f"{folder / changed[0]} is damaged: its checksum differs from that in {CHECKSUMS}; {_AGAIN}")
     if more:
-        raise UserError(f"{folder / min(more)} is no part of its export: {CHECKSUMS} does not name it; remove it")
+        raise UserError(f"{folder / min(more)} is not part of its export: {CHECKSUMS} does not name it; remove it")

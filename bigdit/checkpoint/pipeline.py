@@ -69,16 +69,16 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
             return f"diffusers loads no adapters of {spec.class_name}; `bigdit sample` generates with them"
         return f"load them over {base}, by {loader}"
     if partial(objective_of(spec, run.objective)) is not None:
-        return f"{base} has two experts; put transformer/ in the place of the one that it goes on from"
+        return f"{base} has two experts; replace the one that training started from with transformer/"
     if run.encoders.text is not None and run.encoders.text.files:
-        return f"encoders.text.files are not in {base}; put the transformer in the place of its own"
+        return f"encoders.text.files are not in {base}; replace its transformer with this one"
     wanted = [name for name, entry in index.items() if _is_part(entry) and name not in (_TRANSFORMER, _SCHEDULER)]
     parts = {name: base / name for name in wanted}
     if isinstance(run.encoders.image, VaeCodec) and _VAE in parts:
         parts[_VAE] = run.encoders.image.path
     problems = (part_problem(part) for part in parts.values())
     if problem := next(filter(None, problems), None):
-        return f"of the pipeline {base} no whole copy can be made: {problem}"
+        return f"the pipeline {base} cannot be copied: {problem}"
     scheduler = _scheduler(base, index, objective_of(spec, run.objective))
     return scheduler if isinstance(scheduler, str) else Pipeline(index, parts, scheduler)
 
@@ -106,7 +106,7 @@ def _scheduler(base: Path, index: dict[str, Any], objective: ObjectiveSpec) -> d
     try:
         return objectives.scheduler_config(objective, entry[1], config_of(file))
     except (UserError, TypeError, ValueError, AttributeError) as error:
-        return f"of {file} no {entry[1]} can be made: {error}"
+        return f"{file} makes no {entry[1]}: {error}"
 
 
 _CONFIG = "config.json"

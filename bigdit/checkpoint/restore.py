@@ -25,7 +25,7 @@ from bigdit.config.load import parse_run
 from bigdit.config.run import RunConfig
 from bigdit.documents import differences, written
 from bigdit.engines import Ema, Engine
-from bigdit.engines.state import EMA, SavedSlice, adopt, make_state, places
+from bigdit.engines.state import EMA, SavedSlice, make_state, restore_numbers, state_slices
 from bigdit.errors import UserError
 from bigdit.models.lora_files import FILE as ADAPTERS
 from bigdit.models.lora_files import PEFT_FILE, TEXT_ENCODERS
@@ -43,7 +43,7 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
     saved = reader.read_metadata().state_dict_metadata.keys()
     rank = peers.world.rank
     make_state(engine, saved, rank)
-    wanted = places(engine, ema, rank)
+    wanted = state_slices(engine, ema, rank)
     filled = {name: place for name, place in wanted.items() if name in saved}
     for name in sorted(wanted.keys() - saved):
         if name.startswith("state.") and not wanted[name].number:
@@ -51,7 +51,7 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
         elif not wanted[name].number:
             raise UserError(f"{checkpoint.folder} does not hold {name}: it is of another model or optimizer")
     _load(checkpoint, filled, reader, peers)
-    adopt(engine, filled)
+    restore_numbers(engine, filled)
     engine.publish()
     if ema is not None:
         ema.updates = checkpoint.state["updates"]
@@ -68,14 +68,14 @@ def check_whole(source: Path) -> None:
     if (source / STATE).is_file():
         state = open_checkpoint(source).state
         if state["strategy"].get("controlnet") is not None:
-            raise UserError(f"{source} holds a ControlNet alone; its base is {state['run']['model']['init_from']}")
+            raise UserError(f"{source} holds only a ControlNet; its base is {state['run']['model']['init_from']}")
         if state["strategy"].get("lora") is None:
             return
         base = f", {state['run']['model']['init_from']},"
     elif not any((source / name).is_file() for name in (ADAPTERS, PEFT_FILE)):
         return
     raise UserError(
-        f"{source} holds LoRA adapters alone; set model.init_from to the weights they are for{base} and "
+        f"{source} holds only LoRA adapters; set model.init_from to the weights they are for{base} and "
         f"model.lora_from to {source}"
     )
 
@@ -113,7 +113,7 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         if lora is None:
             raise UserError("it holds no LoRA, but a whole model; name it in model.init_from")
         if lora.get("pissa"):
-            raise UserError("its LoRA began by PiSSA, over other weights; name its export instead")
+            raise UserError("its LoRA was initialised by PiSSA, over other weights; name its export instead")
         verify(found)
         tensors = {name: torch.empty(tuple(shape)) for name, shape in found.state["parameters"].items()}
         load_used(found, tensors)
@@ -236,7 +236,7 @@ def _load(checkpoint: Saved, wanted: dict[str, SavedSlice], reader: HuggingFaceS
         dcp.load(
             dict(wanted),
             storage_reader=reader,
-            planner=LoadPlanner(),
+            planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=peers.group,
             no_dist=peers.group is None,
         )
@@ -249,9 +249,6 @@ def _load(checkpoint: Saved, wanted: dict[str, SavedSlice], reader: HuggingFaceS
 
 class LoadPlanner(DefaultLoadPlanner):
     """Fills each slice from the saved slices of the same name, whatever their offsets."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -328,7 +325,7 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
     laid, now = layout(was), layout(strategy)
     if checkpoint.state["local"] and laid != now:
         problems.append(
-            f"{checkpoint.folder} holds the state of {saved_optimizer} in blocks or factors as {laid} made them, and "
+            f"{checkpoint.folder} holds the state of {saved_optimizer} in blocks or factors for {laid}, and "
             f"the run is {now}"
         )
     if of_model or problems:
@@ -340,7 +337,7 @@ def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
     try:
         before = _ANY.validate_python(checkpoint.state["run"]["objective"])  # newer keys get their defaults
     except (KeyError, ValidationError):
-        raise UserError(f"{checkpoint.folder} is damaged: its run.objective is none") from None
+        raise UserError(f"{checkpoint.folder} is damaged: its run.objective is not valid") from None
     had, asked = learned(before), learned(objective)
     key = next((key for key in had | asked if had.get(key) != asked.get(key)), None)
     if key is not None:

@@ -43,9 +43,9 @@ from bigdit.checkpoint.folder import (
 )
 from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS
 from bigdit.engines import Ema, Engine
-from bigdit.engines.state import EMA, LOCAL, SavedSlice, places
+from bigdit.engines.state import EMA, LOCAL, SavedSlice, state_slices
 from bigdit.errors import UserError, versions
-from bigdit.files import TEMPORARY, commit_folder, fsync_folder, write_text
+from bigdit.files import TEMPORARY, commit_folder, fsync, write_text
 from bigdit.units import gib, how_many
 
 _LEAVE_AFTER_S = 60.0
@@ -104,7 +104,7 @@ class Saver:
         elif self._thread is not None:  # the run failed, but the thread may still complete a checkpoint
             self._thread.join(_LEAVE_AFTER_S)
             if self._thread.is_alive():
-                log.notice("the checkpoint that was being written is given up: it was not whole after 60 s")
+                log.notice("the unfinished checkpoint is discarded: it was not complete after 60 s")
 
     def save(
         self,
@@ -123,7 +123,7 @@ class Saver:
         not finite.
         """
         self.wait()
-        held = places(engine, ema, self._peers.world.rank)
+        held = state_slices(engine, ema, self._peers.world.rank)
         copies = {
             name: replace(place, tensor=place.tensor.to("cpu", copy=True))
             for name, place in held.items()
@@ -232,16 +232,13 @@ def prune(root: Path, lineage: Sequence[int], kept: Sequence[int]) -> None:
         if folder.is_dir():
             shutil.rmtree(doomed, ignore_errors=True)
             folder.rename(doomed)
-            fsync_folder(root)
+            fsync(root)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 class SavePlanner(DefaultSavePlanner):
     """Writes each slice once. If several processes have it (HSDP's replicas, numbers), the one with least work
     writes it."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([_item(name, place) for name, place in self.state_dict.items()])
@@ -340,7 +337,7 @@ class Writer:
         dcp.save(
             dict(copies),
             storage_writer=ShardFileWriter(file),
-            planner=SavePlanner(),
+            planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=self._peers.group,
             no_dist=self._peers.group is None,
         )

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bigdit import log
 from bigdit.commands import Config, Frames, GpuOption, Json, Model, Resolution, Set, StageOption, listed
+from bigdit.errors import UserError
+from bigdit.files import check_writable
+from bigdit.units import MIB, gib, parse_bytes, parse_resolution
 
 if TYPE_CHECKING:
     from bigdit import catalog
@@ -63,12 +67,10 @@ def memory(
     from bigdit.emulator.interpreter import cuda_python
 
     cuda_python()  # first: a missing one is an error at once
-    from bigdit import catalog, log
+    from bigdit import catalog
     from bigdit.bench.memory import MemoryBenchmark
     from bigdit.config.load import parse_strategy
-    from bigdit.files import check_writable
     from bigdit.report.bench import note, retried, subtitle, tables, title, write_memory
-    from bigdit.units import parse_resolution
 
     sizes = listed("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
     strategies = [(text, parse_strategy([text])) for text in strategy]
@@ -109,8 +111,6 @@ def memory(
 
 def _check_strategies(strategies: Sequence[tuple[str, Strategy]]) -> None:
     """Raise UserError where a strategy sets a micro-batch size, and where two are the same."""
-    from bigdit.errors import UserError
-
     wrong = [
         f"--strategy {text} sets micro_batch_size, and --micro-batch has the sizes; leave it out there"
         for text, strategy in strategies
@@ -129,16 +129,12 @@ def _check_strategies(strategies: Sequence[tuple[str, Strategy]]) -> None:
 def _check_timed(steps: int | None, own: bool) -> None:
     """Raise UserError for timed steps on an emulated GPU."""
     from bigdit.emulator import on_emulated_gpu
-    from bigdit.errors import UserError
 
     if steps is not None and (not own or on_emulated_gpu()):
         raise UserError(f"--steps {steps} needs a real GPU (--gpu auto), and this one is emulated; leave it out")
 
 
 def _limit(text: str, device: catalog.Gpu) -> int:
-    from bigdit.errors import UserError
-    from bigdit.units import MIB, gib, parse_bytes
-
     try:
         found = parse_bytes(text)
     except UserError as error:
@@ -189,7 +185,7 @@ def step(
     Steps are interleaved with those of a plain PyTorch loop: the same model, values, batches, precision, loss and
     optimizer, and no engine.
     """
-    from bigdit import libraries, log
+    from bigdit import libraries
     from bigdit.train.prepare import prepare
 
     libraries.prepare()
@@ -236,9 +232,7 @@ def step(
 
 
 def _print_receipt(receipt: Receipt) -> None:
-    from bigdit import log
     from bigdit.report.tables import table
-    from bigdit.units import gib
 
     where = f"an emulated {receipt.device}" if receipt.emulated else receipt.device
     rows = table(f"one process on {where}, micro-batch {receipt.strategy.micro_batch_size}", ["", "value"])

@@ -13,6 +13,10 @@ from typing import Annotated
 
 import typer
 
+from bigdit import log
+from bigdit.errors import UserError, versions
+from bigdit.units import gib
+
 # The bounds of setup.cfg's `torch>=2.11,<2.16`, as first and last minor release, and what the tests ran with.
 TORCH_FIRST, TORCH_LAST, TORCH_TESTED = (2, 11), (2, 15), "2.13.0+cpu"
 
@@ -78,9 +82,6 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Report versions, GPUs, memory, engines, compilers and emulated GPUs, with the fix for what is missing."""
-    from bigdit import log
-    from bigdit.errors import UserError
-
     health = examine()
     if as_json:
         log.emit_json(asdict(health))
@@ -93,7 +94,6 @@ def run(
 def examine() -> Health:
     """Look at this machine: versions, cores, RAM, GPUs, collective backends, engines, compilers, emulated GPUs."""
     from bigdit import __version__
-    from bigdit.errors import versions
     from bigdit.machine import memory_bytes
 
     health = Health(
@@ -190,7 +190,6 @@ def _look_at_engines(health: Health, errors: dict[str, str | None]) -> None:
 
 def _look_at_emulated_gpus(health: Health) -> None:
     from bigdit.emulator import build, interpreter
-    from bigdit.errors import UserError
 
     compiler = python = torch = None
     try:
@@ -224,9 +223,7 @@ def _import_error(code: str) -> str | None:
 def _print(health: Health) -> None:
     from rich.markup import escape
 
-    from bigdit import log
     from bigdit.report.tables import cell, table
-    from bigdit.units import gib
 
     machine = table("This machine", ("what", "found"))
     for name, version in health.versions.items():
@@ -260,7 +257,6 @@ def _print(health: Health) -> None:
 def _print_emulated(gpu: EmulatedGpu) -> None:
     from rich.markup import escape
 
-    from bigdit import log
     from bigdit.report.tables import cell, table
 
     built = table("Emulated GPUs", ("what", "found"))

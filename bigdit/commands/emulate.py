@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bigdit import log
 from bigdit.commands import Json
+from bigdit.errors import UserError
 
 if TYPE_CHECKING:
     from bigdit.catalog import Gpu
@@ -60,9 +62,8 @@ def run(
     from bigdit.emulator.interpreter import check_machine
 
     check_machine()  # first: what is missing is an error at once
-    from bigdit import catalog, log
+    from bigdit import catalog
     from bigdit.emulator.launch import GPUS_MOST
-    from bigdit.errors import UserError
     from bigdit.report.emulation import document, show
 
     device = catalog.resolve_gpu(gpu, gpu_memory)
@@ -97,7 +98,6 @@ def _emulate(
     own_networks: bool,
 ) -> Emulation:
     """Run the command; where it scales its loss, run it again with the first step skipped."""
-    from bigdit import log
     from bigdit.emulator.emulation import Emulation
     from bigdit.emulator.launch import emulated_environment, shared_state
     from bigdit.emulator.run import run_emulated, workplace

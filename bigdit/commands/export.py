@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from bigdit import log
 from bigdit.commands import EmaWidth
+from bigdit.errors import UserError
+from bigdit.files import alone, check_writable
 
 if TYPE_CHECKING:
     from bigdit.checkpoint import Checkpoint
@@ -33,9 +36,7 @@ def run(
 
     Of a LoRA run it writes the adapters. If the run names a pipeline's folder, it writes a whole pipeline.
     """
-    from bigdit import libraries, log
-    from bigdit.errors import UserError
-    from bigdit.files import alone, check_writable
+    from bigdit import libraries
 
     if os.path.lexists(out):
         raise UserError(f"--out {out} exists already; name a new folder")
@@ -54,7 +55,6 @@ def run(
 
 
 def _export(found: Checkpoint, out: Path, ema_width: float | None, single_file: Kind | None) -> None:
-    from bigdit import log
     from bigdit.checkpoint import PostHoc, export, pipeline_of, verify
 
     posthoc = None if ema_width is None else PostHoc(found, ema_width)

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from bigdit import log
 from bigdit.commands import Config, Json, Set, StageOption
+from bigdit.errors import UserError
+from bigdit.units import duration, how_many
 
 if TYPE_CHECKING:
     from bigdit.config import RunConfig
@@ -55,7 +58,7 @@ def run(
     For a run with stages, it fills the caches of all stages in turn. You may run it several times at once, on any
     machines that share the folder: the work is shared.
     """
-    from bigdit import libraries, log
+    from bigdit import libraries
 
     libraries.prepare()
     from bigdit.catalog.resolve import model_spec
@@ -94,7 +97,6 @@ def _check(runs: Sequence[RunConfig]) -> None:
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check
     from bigdit.config.load import of_each
-    from bigdit.errors import UserError
 
     # Samples that are generated during training need nothing of the store.
     seen = [each.model_copy(update={"samples": None}) for each in runs]
@@ -107,7 +109,6 @@ def _check(runs: Sequence[RunConfig]) -> None:
 
 
 def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob:
-    from bigdit.errors import UserError
     from bigdit.extract.extract import encode_here
     from bigdit.extract.tasks import Ray, Slurm
 
@@ -123,7 +124,6 @@ def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob:
 
 def _parse(resources: list[str]) -> dict[str, Any]:
     from bigdit.documents import parse_yaml
-    from bigdit.errors import UserError
 
     if wrong := [text for text in resources if "=" not in text]:
         raise UserError(f"--resource: KEY=VALUE was expected, and {wrong[0]} was found")
@@ -137,16 +137,14 @@ def _parse(resources: list[str]) -> dict[str, Any]:
 
 
 def _print(report: ExtractReport, samples: str) -> None:
-    from bigdit import log
     from bigdit.store.report import FILE as REPORT
-    from bigdit.units import duration, how_many
 
     speed = f"{report.images_per_s:.1f} {samples}/s" if report.parts else "nothing was left to do"
     done = f"{duration(report.seconds)}, {speed}"
     if report.store is None:
         done_here = f"{how_many(report.images, 'image')} in {how_many(report.parts, 'part')}"
         log.say(f"{report.features}: {done_here} done; the others are missing")
-        log.say(f"{done}; `bigdit features info {report.features}` shows the store")
+        log.say(f"{done}; `bigdit features info {report.features}` shows the cache")
         return
     buckets = ", ".join(f"{count} of {shape}" for shape, count in report.store.buckets.items())
     log.say(f"{report.features}: {encoded(report.store)} ({buckets})")
@@ -157,8 +155,6 @@ def _print(report: ExtractReport, samples: str) -> None:
 
 def encoded(store: StoreReport) -> str:
     """`4 of 11 videos encoded`."""
-    from bigdit.units import how_many
-
     return f"{store.encoded} of {how_many(store.images, kind_of_samples(store))} encoded"
 
 
@@ -170,7 +166,6 @@ def kind_of_samples(store: StoreReport) -> str:
 
 def print_captions(store: StoreReport) -> None:
     """Log how long captions are, and how many each tokenizer cut."""
-    from bigdit import log
     from bigdit.store.report import caption_lines
 
     for line in caption_lines(store):
@@ -179,8 +174,6 @@ def print_captions(store: StoreReport) -> None:
 
 def print_skipped(skipped: list[Skipped]) -> None:
     """Log the first ten skipped samples, with reasons."""
-    from bigdit import log
-
     if skipped:
         log.say(f"{len(skipped)} skipped:")
         for item in skipped[:10]:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bigdit import log
 from bigdit.commands import Json, Set
+from bigdit.errors import EXIT_USER, UserError
+from bigdit.units import gib, how_many
 
 if TYPE_CHECKING:
     from bigdit.extract.verify import Damaged
@@ -25,7 +28,6 @@ Folder = Annotated[Path, typer.Argument(metavar="FEATURES", help="The cache: dat
 @app.command()
 def info(folder: Folder, as_json: Json = False) -> None:
     """Show counts, buckets, sizes, encoders, the speed of each worker, and what was truncated, skipped or leased."""
-    from bigdit import log
     from bigdit.extract.verify import open_schema
     from bigdit.store.changes import latest_schema
     from bigdit.store.report import store_report
@@ -57,10 +59,8 @@ def verify(
     """Check every byte against its checksum. The exit status is 1 if damage was found and not repaired."""
     import os
 
-    from bigdit import libraries, log
-    from bigdit.errors import EXIT_USER, UserError
+    from bigdit import libraries
     from bigdit.extract.verify import verify as verify_store
-    from bigdit.units import gib, how_many
 
     if repair and config is None:
         raise UserError("--repair encodes the damaged parts again with the run's encoders; add --config")
@@ -97,10 +97,8 @@ def clean(
 
     This machine cannot tell whether workers of other machines are dead: see --other-machines.
     """
-    from bigdit import log
     from bigdit.extract.verify import open_schema
     from bigdit.store.lease import remove_left
-    from bigdit.units import gib, how_many
 
     open_schema(folder)
     left = remove_left(folder, other_machines=other_machines)
@@ -113,7 +111,6 @@ def _repair(folder: Path, config: Path, overrides: list[str], workers: int | Non
     """Remove the damaged files, and encode their samples again."""
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check, load_stages
-    from bigdit.errors import UserError
     from bigdit.extract.extract import extract
 
     runs = [stage.run for stage in load_stages(config, overrides)]
@@ -151,7 +148,6 @@ _NAMED = 12
 def _identity(report: StoreReport) -> dict[str, str]:
     """What a store was made from, and by which encoders."""
     from bigdit.commands.extract import kind_of_samples
-    from bigdit.units import gib, how_many
 
     found = {f"tokens {number}": each.line() for number, each in enumerate(report.lengths)}
     found |= {"bytes": ", ".join(f"{name} {gib(size)}" for name, size in report.bytes_by_column.items())}
@@ -183,11 +179,9 @@ def _flat(prefix: str, identity: dict[str, Any]) -> Iterator[str]:
 
 
 def _print_info(report: StoreReport) -> None:
-    from bigdit import log
     from bigdit.commands.extract import encoded, kind_of_samples, print_skipped
     from bigdit.report.tables import lines, table
     from bigdit.store.text import cut_line
-    from bigdit.units import gib, how_many
 
     parts = how_many(report.parts, "part")
     done = "whole" if report.parts_done == report.parts else f"{report.parts_done} of {parts} done"

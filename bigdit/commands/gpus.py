@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bigdit import log
+from bigdit.errors import UserError
+from bigdit.units import GIB, gib, parse_memory
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -25,8 +29,6 @@ def run(
     ] = False,
 ) -> None:
     """List the GPUs that can be planned for, with their usable memory."""
-    from bigdit import log
-
     found = _found(containing, min_memory)
     if as_json:
         log.emit_json([_fields(gpu) for gpu in found])
@@ -36,8 +38,6 @@ def run(
 
 def _found(containing: str | None, min_memory: str | None) -> list[Gpu]:
     from bigdit.catalog.gpus import gpu_aliases, gpus, no_gpu
-    from bigdit.errors import UserError
-    from bigdit.units import gib
 
     asked, least = (containing or "").casefold(), 0 if min_memory is None else _least(min_memory)
     known = gpus()
@@ -57,9 +57,6 @@ def _found(containing: str | None, min_memory: str | None) -> list[Gpu]:
 
 
 def _least(min_memory: str) -> int:
-    from bigdit.errors import UserError
-    from bigdit.units import parse_memory
-
     try:
         return parse_memory(min_memory)
     except UserError as error:
@@ -82,7 +79,6 @@ def _fields(gpu: Gpu) -> dict[str, Any]:
 
 def _table(found: list[Gpu]) -> Table:
     from bigdit.report.tables import cell, table
-    from bigdit.units import GIB
 
     columns = ("GPU", "GiB", "smi MiB", "sm", "bf16", "fp16", "GB/s", "pcie", "nvlink")
     made = table("GPUs", columns, numeric=columns[1:])

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from bigdit import log
+from bigdit.errors import UserError
+from bigdit.units import how_many
+
 if TYPE_CHECKING:
     from bigdit.search.plan import ResolvedRequest
 
@@ -37,9 +41,7 @@ def run(
 
     Exit status: 0 if it fits or is tight, 2 if it does not fit, and nothing is written.
     """
-    from bigdit import log
     from bigdit.emulator.interpreter import cuda_python
-    from bigdit.errors import UserError
     from bigdit.report.how_to_run import RUN, commands, obstacle, skeleton
     from bigdit.report.page import write_plan
     from bigdit.report.plan import show_short
@@ -73,8 +75,6 @@ def run(
 
 def _ask(option: str, what: str, default: str, read: Callable[[str], T]) -> T:
     """The answer of a person, asked again while it cannot be read. Raises UserError where there is none to ask."""
-    from bigdit.errors import UserError
-
     if not sys.stdin.isatty():
         raise UserError(f"{option} is missing; give it, or run `bigdit init` on a terminal, where it asks")
 
@@ -96,8 +96,6 @@ def _model(text: str) -> str:
 
 
 def _images(asked: str | Path) -> Path:
-    from bigdit.errors import UserError
-
     if not Path(asked).exists():
         raise UserError(f"--images: {asked} does not exist in {Path.cwd()}; name the folder of your images")
     return Path(asked)
@@ -111,8 +109,6 @@ def _gpu(text: str) -> str:
 
 
 def _rank(text: str) -> int:
-    from bigdit.errors import UserError
-
     if not (text.isascii() and text.isdecimal()):
         raise UserError(f"--lora expects a rank such as 16, or 0, and {text[:40]!r} was found")
     return int(text)
@@ -120,11 +116,9 @@ def _rank(text: str) -> int:
 
 def _check_images(request: ResolvedRequest, images: Path) -> None:
     """Log how many there are, but for tars, whose list would be written. Raises UserError where they cannot be read."""
-    from bigdit import log
     from bigdit.config.data import DataConfig
     from bigdit.report.how_to_run import source_of
     from bigdit.sources.open import check_sources, kind_of, open_source
-    from bigdit.units import how_many
 
     frames = [request.frames] if request.frames else []
     clip = request.model.clip
@@ -133,4 +127,4 @@ def _check_images(request: ResolvedRequest, images: Path) -> None:
     found = DataConfig.model_validate(data)
     check_sources(found, listed=False)
     if kind_of(found.images[0], "data.images") != "webdataset":
-        log.notice(f"found {how_many(len(open_source(found)), found.samples.removesuffix('s'))} in {images}")
+        log.notice(f"found {how_many(len(open_source(found)), 'sample' if clip else 'image')} in {images}")

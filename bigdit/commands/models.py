@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bigdit import log
+from bigdit.errors import UserError
+from bigdit.units import count
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -22,9 +26,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with every field.")] = False,
 ) -> None:
     """List known diffusion transformers, and which of them can be planned and trained."""
-    from bigdit import log
     from bigdit.catalog.models import models, no_model
-    from bigdit.errors import UserError
 
     asked = (containing or "").casefold()
     found = [m for m in models() if asked in _words(m)]
@@ -86,7 +88,6 @@ def _native_latents(model: CatalogModel) -> tuple[int, ...] | None:
 
 def _table(found: list[CatalogModel]) -> Table:
     from bigdit.report.tables import DASH, cell, table
-    from bigdit.units import count
 
     columns = ("model", "params", "blocks", "px", "latents", "text", "for")
     made = table("Diffusion transformers", columns, numeric=("params", "blocks", "px", "latents", "text"))

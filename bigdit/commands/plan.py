@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bigdit import log
 from bigdit.commands import Json, Set, listed, of_plans
+from bigdit.errors import UserError
 from bigdit.search.request import OPTIONS
 
 if TYPE_CHECKING:
@@ -46,7 +48,6 @@ def run(
     Exit status: 0 if it fits or is tight, 2 if it does not fit, 1 for invalid options.
     """
     from bigdit.emulator.interpreter import cuda_python
-    from bigdit.errors import UserError
     from bigdit.search.resolve import resolve_request
 
     cuda_python()  # first: a missing one is an error at once
@@ -81,7 +82,6 @@ _with_options(run)
 
 def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
     """The numbers of GPUs of the page's other plans."""
-    from bigdit.errors import UserError
     from bigdit.strategy import MOST_GPUS
 
     if also_gpus is None:
@@ -98,7 +98,6 @@ def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
 
 def _with_gpus(number: int, asked: dict[str, Any]) -> ResolvedRequest:
     """The request for another number of GPUs; its errors name --also-gpus."""
-    from bigdit.errors import UserError
     from bigdit.search.resolve import resolve_request
 
     try:
@@ -110,7 +109,6 @@ def _with_gpus(number: int, asked: dict[str, Any]) -> ResolvedRequest:
 
 def _plan(request: ResolvedRequest, others: Sequence[ResolvedRequest], out: Path | None, as_json: bool) -> int:
     """Make the plan, and those for other numbers of GPUs on its page."""
-    from bigdit import log
     from bigdit.search.answer import make_plan
 
     if out is not None:
@@ -136,7 +134,6 @@ def _plan(request: ResolvedRequest, others: Sequence[ResolvedRequest], out: Path
 
 def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out: Path | None, as_json: bool) -> int:
     """Make a plan for each stage, and one run.yaml; the run fits where all stages fit."""
-    from bigdit import log
     from bigdit.report.plan import show_short
     from bigdit.search.answer import make_plan
     from bigdit.search.of_run import overruled, requests_of

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bigdit import log
 from bigdit.commands import Frames, GpuOption, Json, Model, Resolution
+from bigdit.files import check_writable
+from bigdit.units import count, gib, parse_resolution
 
 if TYPE_CHECKING:
     from bigdit.memory.process import ByteRange
@@ -40,13 +43,11 @@ def run(
     from bigdit.emulator.interpreter import cuda_python
 
     cuda_python()  # first: a missing one is an error at once
-    from bigdit import catalog, log
+    from bigdit import catalog
     from bigdit.config.load import parse_strategy
-    from bigdit.files import check_writable
     from bigdit.memory.process import non_torch_memory_of
     from bigdit.profile.attempt import request_for
     from bigdit.profile.gpus import EmulatedGpus
-    from bigdit.units import parse_resolution
 
     for option, file in (("--plot", plot), ("--snapshot", snapshot)):
         if file is not None:
@@ -81,10 +82,8 @@ def run(
 
 
 def _show(request: StepRequest, found: Profile, usable_bytes: int, non_torch: ByteRange) -> None:
-    from bigdit import log
     from bigdit.memory import host_memory
     from bigdit.report import plan as report
-    from bigdit.units import count, gib
 
     def say(line: str) -> None:
         log.out.print(line, highlight=False)

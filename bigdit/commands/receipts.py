@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bigdit import log
 from bigdit.commands import Json
+from bigdit.errors import UserError
+from bigdit.units import how_many
 
 if TYPE_CHECKING:
     from bigdit.catalog import Gpu
@@ -28,9 +31,7 @@ Folder = Annotated[
 @app.command("list")
 def show(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False) -> None:
     """List all receipts: date, model, GPU, reserved bytes, seconds per step."""
-    from bigdit import log
     from bigdit.report.receipts import listed
-    from bigdit.units import how_many
 
     found = _read(receipts)
     names = None if gpu is None else _gpus(found, gpu)
@@ -46,11 +47,9 @@ def show(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False) ->
 @app.command()
 def compare(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False) -> None:
     """Compare each receipt with an emulated GPU, and show the margin and the speed that plans learn from it."""
-    from bigdit import log
     from bigdit.profile.gpus import EmulatedGpus
     from bigdit.report.receipts import compared, summary
     from bigdit.search.calibration import Calibration, check, of_gpu
-    from bigdit.units import how_many
 
     found = _read(receipts)
     gpus = _gpus(found, gpu)
@@ -93,12 +92,9 @@ def compare(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False)
 @app.command()
 def calibrate(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False) -> None:
     """Show what plans learn from a GPU's receipts: the safety margin of memory and the factor of speed."""
-    from bigdit import log
-    from bigdit.errors import UserError
     from bigdit.profile.gpus import EmulatedGpus
     from bigdit.report.receipts import margins, speeds
     from bigdit.search.calibration import Calibration, check, left_out, of_gpu
-    from bigdit.units import how_many
 
     found = _read(receipts)
     learned = []
@@ -128,8 +124,7 @@ def calibrate(gpu: GpuName = None, receipts: Folder = None, as_json: Json = Fals
 
 def _gpus(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
     """The catalogue's GPUs of these receipts by their drivers' names; unknown ones are logged."""
-    from bigdit import catalog, log
-    from bigdit.errors import UserError
+    from bigdit import catalog
 
     name = None if wanted is None else catalog.resolve_gpu(wanted).name
     gpus = {}
@@ -145,8 +140,6 @@ def _gpus(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
 
 
 def _read(folder: Path | None) -> list[Receipt]:
-    from bigdit import log
-    from bigdit.errors import UserError
     from bigdit.search.calibration import folders, read
 
     if folder is not None and not folder.is_dir():

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bigdit import log
 from bigdit.commands import Json
+from bigdit.errors import UserError
+from bigdit.files import write_text
 
 if TYPE_CHECKING:
     from bigdit.recipes import Recipe
@@ -22,7 +25,6 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A recipe of `bigdit r
 @app.command("list")
 def every(as_json: Json = False) -> None:
     """List all recipes: what is trained on which GPU, and what it needs."""
-    from bigdit import log
     from bigdit.recipes import names, recipe
     from bigdit.report.recipes import listed
 
@@ -36,7 +38,6 @@ def every(as_json: Json = False) -> None:
 @app.command()
 def show(name: Name, as_json: Json = False) -> None:
     """Show one recipe: what it needs, the commands from download to samples, and its YAML."""
-    from bigdit import log
     from bigdit.recipes import recipe
     from bigdit.report.recipes import shown
 
@@ -57,9 +58,6 @@ def copy(
     ] = None,
 ) -> None:
     """Write a recipe's YAML, to fill in. An existing file is never replaced."""
-    from bigdit import log
-    from bigdit.errors import UserError
-    from bigdit.files import write_text
     from bigdit.recipes import recipe
 
     found = recipe(name)

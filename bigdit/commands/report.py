@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bigdit import log
 from bigdit.commands import Json
 
 
@@ -15,7 +16,6 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Write report.html into a run's output: curves, memory by phase against the plan, images and settings."""
-    from bigdit import log
     from bigdit.report.run import read_run, write_page
 
     found = read_run(output)

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from bigdit import log
 from bigdit.commands import EmaWidth, Json, Set, taking
-from bigdit.units import LARGEST, how_many
+from bigdit.errors import UserError, shown
+from bigdit.files import check_writable, read_bytes, write_bytes, write_json
+from bigdit.units import LARGEST, LARGEST_SIDE, how_many
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +107,7 @@ class Asked:
 @taking(Asked)
 def run(asked: Asked) -> None:
     """Generate images or videos for captions or classes, with a checkpoint or the model that a run starts from."""
-    from bigdit import libraries, log
-    from bigdit.files import write_json
+    from bigdit import libraries
 
     libraries.prepare()  # before what reads --image imports them
     from bigdit.sampling.conditions import asked_image
@@ -144,9 +146,6 @@ def run(asked: Asked) -> None:
 
 def _check(asked: Asked, prompts: Sequence[str]) -> None:
     """Raise UserError for options that do not go together, and a folder that cannot be written."""
-    from bigdit.errors import UserError
-    from bigdit.files import check_writable
-
     if (asked.checkpoint is None) == (asked.config is None):
         raise UserError("give one of --checkpoint DIR and --config FILE: what was trained, or what a run starts from")
     if asked.config is None and asked.overrides:
@@ -166,7 +165,6 @@ def _check(asked: Asked, prompts: Sequence[str]) -> None:
 
 def _found(asked: Asked) -> tuple[Checkpoint | Base, str]:
     """What generates, and its name in errors."""
-    from bigdit import log
     from bigdit.checkpoint import find_checkpoint
 
     if asked.checkpoint is None:
@@ -180,9 +178,7 @@ def _found(asked: Asked) -> tuple[Checkpoint | Base, str]:
 
 def _loaded(asked: Asked, found: Checkpoint | Base, name: str, device: torch.device) -> Sampler:
     """The sampler. Raises UserError for options that its model does not take."""
-    from bigdit import log
     from bigdit.checkpoint import Checkpoint, PostHoc
-    from bigdit.errors import UserError
     from bigdit.sampling import Sampler
     from bigdit.shortage import memory_errors
 
@@ -214,7 +210,6 @@ def _report(asked: Asked, found: Checkpoint | Base, rows: list[dict[str, Any]]) 
 def _base(config: Path, overrides: list[str]) -> Base:
     """What a run starts from. Raises UserError where the run cannot train, or starts from random weights."""
     from bigdit.config import load_stages
-    from bigdit.errors import UserError
     from bigdit.sampling import Base
     from bigdit.train.prepare import check_paths, prepare
 
@@ -244,40 +239,28 @@ def _generate(
     for i, pixels in enumerate(sampler.sample(prompts, options, images, shown)):
         found = pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy()
         path = out / f"{i:05d}{suffix}"
-        _write(path, webp(found, fps) if moving else png(found))
+        write_bytes(path, webp(found, fps) if moving else png(found))
         rows.append({"file": path.name, "caption": prompts[i], "seed": options.seed + i})
         if with_captions:
-            _write(path.with_suffix(".txt"), prompts[i].encode())
+            write_bytes(path.with_suffix(".txt"), prompts[i].encode())
         else:
             generated.append(found)
     if with_captions:
         return rows, None
     grid = out / f"grid{suffix}"
-    _write(grid, webp(moving_grid(generated), fps) if moving else grid_png(generated, prompts))
+    write_bytes(grid, webp(moving_grid(generated), fps) if moving else grid_png(generated, prompts))
     return rows, grid
 
 
 def _shown(what: str, found: Iterator[torch.Tensor], total: int, unit: str) -> Iterator[torch.Tensor]:
     """Yield `found` with a progress bar."""
-    from bigdit import log
-
     with log.progress(what, total=total, unit=unit) as advance:
         for each in found:
             yield each
             advance(1)
 
 
-def _write(path: Path, data: bytes) -> None:
-    from bigdit.files import replacing
-
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
-
-
 def _lines(path: Path | None) -> list[str]:
-    from bigdit.errors import UserError
-    from bigdit.files import read_bytes
-
     if path is None:
         return []
     try:
@@ -287,7 +270,6 @@ def _lines(path: Path | None) -> list[str]:
 
 
 def _sampler(name: str | None) -> SamplerName | None:
-    from bigdit.errors import UserError, shown
     from bigdit.objective_spec import SAMPLERS, SamplerName
 
     known: dict[str, SamplerName] = {each: each for each in get_args(SamplerName)}
@@ -300,9 +282,6 @@ def _sampler(name: str | None) -> SamplerName | None:
 
 
 def _size(text: str) -> tuple[int, ...]:
-    from bigdit.errors import UserError
-    from bigdit.units import LARGEST_SIDE
-
     sizes = tuple(map(int, text.lower().split("x"))) if re.fullmatch(r"(\d{1,9}x){1,2}\d{1,9}", text.lower()) else (0,)
     if not all(sizes):
         raise UserError(

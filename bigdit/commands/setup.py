@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bigdit import log
+from bigdit.errors import UserError, versions
+from bigdit.files import alone, commit_folder, filling
+
 _DOWNLOAD, _DISK = "0.72 GB", "2.1 GB"
 """Sizes of torch 2.13.0 and its Triton, measured after installing them."""
 
@@ -23,10 +27,7 @@ def run() -> None:
 
     It needs no GPU and no NVIDIA package. If torch already has CUDA, it installs nothing.
     """
-    from bigdit import log
     from bigdit.emulator import interpreter
-    from bigdit.errors import UserError, versions
-    from bigdit.files import alone
 
     interpreter.check_machine()
     if found := interpreter.find_cuda_python():
@@ -51,8 +52,6 @@ def _make(folder: Path, torch: str) -> str:
     import venv
 
     from bigdit.emulator.interpreter import CUDA, cuda_build, python_of
-    from bigdit.errors import UserError
-    from bigdit.files import commit_folder, filling
 
     try:
         with filling(folder) as new:
@@ -80,9 +79,6 @@ def _install(requirement: str, packages: Path) -> None:
     import subprocess
     import sys
     import tempfile
-
-    from bigdit import log
-    from bigdit.errors import UserError
 
     command = [sys.executable, "-P", "-c", _PIP, str(os.getpid()), "install", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary=:all:", "--target", str(packages), requirement]

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bigdit import log
 from bigdit.commands import Config, Set
+from bigdit.errors import UserError
+from bigdit.files import check_writable
+from bigdit.units import GIB, gib
 
 if TYPE_CHECKING:
     from bigdit.config.plan_file import PlanFile
@@ -32,12 +36,11 @@ def run(
     ] = False,
 ) -> int:
     """Train a run, with one process per GPU. Run it again to resume."""
-    from bigdit import libraries, log
+    from bigdit import libraries
     from bigdit.catalog.families import objective_of
     from bigdit.catalog.names import revision
     from bigdit.config import load_stages
     from bigdit.config.load import with_ds_config, with_grace
-    from bigdit.files import check_writable
     from bigdit.objective_spec import counting
     from bigdit.report import leaving_a_page
     from bigdit.train.prepare import check_paths, prepare_stages
@@ -76,11 +79,8 @@ def run(
         for line in snapshot_notices(each.stage.run, model):
             log.notice(f"note: {line}")
     documents = [
-        {
-            "run": each.stage.run.model_dump(mode="json")
-            | {"objective": counting(objective_of(each.spec, each.stage.run.objective))},  # as a run may have it
-            "strategy": each.strategy.model_dump(mode="json"),
-        }
+        each.stage.run.model_dump(mode="json")
+        | {"objective": counting(objective_of(each.spec, each.stage.run.objective))}  # only keys that have an effect
         for each in prepared
     ]
     log.emit_json(documents[0] if len(documents) == 1 else {"stages": documents})
@@ -89,9 +89,7 @@ def run(
 
 
 def _check_host(needed: int) -> None:
-    from bigdit.errors import UserError
     from bigdit.machine import memory_bytes
-    from bigdit.units import GIB, gib
 
     if needed > (own := memory_bytes()):
         raise UserError(
@@ -101,7 +99,6 @@ def _check_host(needed: int) -> None:
 
 
 def _check_one_machine(plan: PlanFile) -> None:
-    from bigdit.errors import UserError
     from bigdit.processes import entry
 
     spread = plan.processes_per_node

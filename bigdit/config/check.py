@@ -28,61 +28,60 @@ from bigdit.units import how_many_of
 
 
 def check(run: RunConfig, model: ModelSpec) -> None:
-    """Raise UserError with every contradiction between the sections of `run` and the model it names."""
+    """Raise UserError with all contradictions between the sections of `run`, and between `run` and its model."""
     problems = [*_check_latents(run, model), *_check_text(run, model), *_check_objective(run, model)]
-    problems += online_problems(run)
-    problems += _check_trained_text(run, model) if run.strategy.trains_text else []
-    if run.strategy.frozen and run.model.init_from is None:
-        kind = "lora adapts" if run.strategy.lora is not None else "controlnet is beside"
-        problems.append(
-            f"strategy.{kind} trained weights, and model.init_from is missing; set it to a folder of diffusers weights"
-        )
-    if run.strategy.lora is None and run.model.lora_from is not None:
-        problems.append("model.lora_from is set, and strategy.lora is not; set it, or leave model.lora_from out")
-    problems += _check_images(run)
-    ema = run.strategy.ema
-    if run.train.snapshot_every is not None and (ema is None or ema.widths is None):
-        problems.append(
-            f"train.snapshot_every is {run.train.snapshot_every}, and strategy.ema.widths is missing: an EMA of "
-            "another width is made from two; set it to [0.05, 0.1], or leave snapshot_every out"
-        )
+    problems += [*online_problems(run), *_check_trained_text(run, model), *_check_start(run), *_check_images(run)]
     problems += schedule_problems(run.train, run.strategy.optimizer)
     if problems:
         raise UserError(*problems)
 
 
+def _check_start(run: RunConfig) -> Iterator[str]:
+    """Weights to start from that are missing or have no use, and EMAs without snapshots."""
+    if run.strategy.frozen and run.model.init_from is None:
+        key = "lora adapts" if run.strategy.lora is not None else "controlnet needs"
+        yield f"strategy.{key} trained weights, and model.init_from is missing; set it to a folder of diffusers weights"
+    if run.strategy.lora is None and run.model.lora_from is not None:
+        yield "model.lora_from is set, and strategy.lora is not; set it, or leave model.lora_from out"
+    ema = run.strategy.ema
+    if run.train.snapshot_every is not None and (ema is None or ema.widths is None):
+        yield (
+            f"train.snapshot_every is {run.train.snapshot_every}, and strategy.ema.widths is missing: an EMA of "
+            "another width is made from two; set it to [0.05, 0.1], or leave snapshot_every out"
+        )
+
+
 SCHEMA = "schema.json"
-"""A file that every store has, also named in store/schema.py, which imports torch."""
+"""A file that every cache has. store/schema.py names it too, but imports torch."""
 
 
 def has_store(data: DataConfig) -> bool:
-    """Whether data.features is a folder of this machine with a store."""
+    """Whether data.features is a local folder that holds a cache."""
     return data.features is not None and (data.features / SCHEMA).exists()
 
 
 def lacks_store(data: DataConfig) -> bool:
-    """Whether data.features is a folder of this machine without a store."""
+    """Whether data.features is a local folder, or no URL, and holds no cache."""
     return data.features is not None and not re.match(r"\w+:/", str(data.features)) and not has_store(data)
 
 
 def check_store(data: DataConfig) -> None:
-    """Raise UserError where features are online, or `lacks_store`.
+    """Raise UserError if features are online or the cache is missing.
 
     FeatureStore.open checks that too, but imports torch first, which takes seconds.
     """
     if data.features is None:
-        raise UserError("strategy.features is online, and a store is read; set it to cached")
+        raise UserError("strategy.features is online, and a cache is read; set it to cached")
     if lacks_store(data):
         raise UserError(
             f"data.features: {data.features} holds no latents; `bigdit extract --config RUN.yaml` makes them"
         )
 
 
-def _check_images(run: RunConfig) -> list[str]:
-    """Problems of samples.images: one or as many as captions are needed where samples begin with an image, or are edits
-    of one."""
+def _check_images(run: RunConfig) -> Iterator[str]:
+    """samples.images must be one, or as many as samples.captions, if samples begin with an image or edit one."""
     if run.samples is None:
-        return []
+        return
     images, captions = len(run.samples.images), len(run.samples.captions)
     references = run.data.references
     each = references or 1
@@ -94,67 +93,64 @@ def _check_images(run: RunConfig) -> list[str]:
     }
     if not any(needs.values()):
         unset = "encoders.first_frame, data.references and data.fill are not"
-        return [f"samples.images is set, and {unset}; leave it out"] if images else []
-    if images in (*run.data.reference_counts, each, each * captions):
-        return []
-    why, one = next(why for why, needed in needs.items() if needed), "one" if each == 1 else str(each)
-    return [
-        f"samples.images has {images} for {captions} of samples.captions, and {why}; name {one} for all, or {one} for "
-        "each"
-    ]
+        if images:
+            yield f"samples.images is set, and {unset}; leave it out"
+    elif images not in (*run.data.reference_counts, each, each * captions):
+        why, one = next(why for why, needed in needs.items() if needed), "one" if each == 1 else str(each)
+        yield (
+            f"samples.images has {images} for {captions} of samples.captions, and {why}; name {one} for all, or {one} "
+            "for each"
+        )
 
 
-def _check_trained_text(run: RunConfig, model: ModelSpec) -> list[str]:
-    """What keeps adapters of text encoders from being trained: other encoders than CLIP, or images on the way, whose
-    captions are encoded once."""
-    key, text = "strategy.lora.text_encoders is true", run.encoders.text
+def _check_trained_text(run: RunConfig, model: ModelSpec) -> Iterator[str]:
+    """Adapters of text encoders need CLIP, and no validation images: their captions are encoded only once."""
+    if not run.strategy.trains_text:
+        return
+    key, text, dtype = "strategy.lora.text_encoders is true", run.encoders.text, run.strategy.text_dtype
     if (why := untrained_text(model.class_name)) is not None:
-        return [why]
-    problems, dtype = [], run.strategy.text_dtype
+        yield why
+        return
     if text is None or text.pipeline is None:
-        problems.append(f"{key}, and encoders.text.pipeline is missing; set it to the folder of the model's pipeline")
+        yield f"{key}, and encoders.text.pipeline is missing; set it to the folder of the model's pipeline"
     elif text.dtype != dtype:
-        problems.append(
+        yield (
             f"{key}, and encoders.text.dtype is {text.dtype}, with strategy.precision {run.strategy.precision}; set "
             f"it to {dtype}"
         )
     if run.samples is not None:
-        problems.append(
-            f"{key}, and samples encodes its captions once, with encoders as they begin; leave samples out, and use "
-            "`bigdit sample`"
+        yield (
+            f"{key}, and samples encodes its captions once, before the encoders are trained; leave samples out, and "
+            "use `bigdit sample`"
         )
-    return problems
 
 
 def online_problems(run: RunConfig) -> list[str]:
-    """What keeps a run from encoding in each step, if it does so."""
+    """Why a run with strategy.features online must use a cache instead."""
     if run.strategy.features == "cached":
         return []
     cached = "set it to cached, and run `bigdit extract` first"
     return [f"strategy.features is online, and {why}; {cached}" for why in _not_online(run)]
 
 
-def _not_online(run: RunConfig) -> list[str]:
-    image, text, found = run.encoders.image, run.encoders.text, []
+def _not_online(run: RunConfig) -> Iterator[str]:
+    image, text = run.encoders.image, run.encoders.text
     if len(buckets := run.data.all_buckets) > 1:
-        found.append(f"data.buckets has {len(buckets)}: the bucket of an image is known only after all were read")
+        yield f"data.buckets has {len(buckets)}: the bucket of an image is known only after all were read"
     if run.validation is not None:
-        found.append("validation needs samples of a store")
+        yield "validation needs samples of a cache"
     if run.encoders.first_frame is not None:
-        found.append("encoders.first_frame needs a store")
+        yield "encoders.first_frame needs a cache"
     if run.data.references:
-        found.append(f"data.references is {run.data.references}, which needs a store")
+        yield f"data.references is {run.data.references}, which needs a cache"
     if run.data.fill:
-        found.append("data.fill is true, which needs a store")
+        yield "data.fill is true, which needs a cache"
     if run.encoders.device != "auto":
-        found.append(
-            f"encoders.device is {run.encoders.device}: encoders must be on the model's device; set it to auto"
-        )
+        yield f"encoders.device is {run.encoders.device}: encoders must be on the model's device; set it to auto"
     if isinstance(image, VaeCodec) and image.latents == "moments":
-        found.append("encoders.image.latents is moments, which needs a store; set it to mode or sampled")
+        yield "encoders.image.latents is moments, which needs a cache; set it to mode or sampled"
     if text is not None and text.stored != "bf16":
-        found.append(f"encoders.text.stored is {text.stored}, which needs a store; leave it out")
-    return found
+        yield f"encoders.text.stored is {text.stored}, which needs a cache; leave it out"
 
 
 def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
@@ -164,9 +160,7 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
     problems = []
     channels = codec.factor**2 * (1 if codec.color == "gray" else 3)
     taken, out = (model.kwargs.get(key) for key in ("in_channels", "out_channels"))
-    blank = (
-        isinstance(out, int) and taken == 2 * out + 1
-    )  # HunyuanVideo-1.5's first frame and its mask, which are zeros
+    blank = isinstance(out, int) and taken == 2 * out + 1  # HunyuanVideo-1.5 also takes a first frame and its mask
     key = "in_channels" if run.encoders.first_frame is None and not blank else "out_channels"
     wanted = model.kwargs.get(key)
     if wanted is not None and wanted != channels:
@@ -174,7 +168,7 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
             f"encoders.image gives {channels} channels (factor {codec.factor}, {codec.color}), "
             f"and the model's {key} is {wanted}; {_fitting(codec, wanted)}"
         )
-    patch = model.kwargs.get("patch_size", 1)  # the model itself rejects what is no number
+    patch = model.kwargs.get("patch_size", 1)  # the model itself reports other values
     patch = patch[-1] if isinstance(patch, list | tuple) and patch else patch  # (frames, height, width) of videos
     side = codec.factor * (patch if isinstance(patch, int) and patch > 0 else 1)
     return problems + [
@@ -187,7 +181,7 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
 
 
 def _fitting(codec: IdentityCodec, wanted: Any) -> str:
-    """The settings that give the model this number of channels."""
+    """The settings that give `wanted` channels."""
     for color, colors in (("gray", 1), ("rgb", 3)):
         if wanted == codec.factor**2 * colors:
             return f"set encoders.image.color to {color}"
@@ -199,38 +193,38 @@ def _fitting(codec: IdentityCodec, wanted: Any) -> str:
     return vae
 
 
-def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:
+def _check_text(run: RunConfig, model: ModelSpec) -> Iterator[str]:
+    """Contradictions between captions, classes, text encoders and the model."""
     text, labelled = run.encoders.text, [source.label is not None for source in run.data.images]
     if any(labelled):
-        return _check_labels(run, labelled.count(False))
-    if run.data.classes is not None:
-        return ["data.classes is set, and data.images has no label; set it, or leave data.classes out"]
-    if text is None:
-        return [
+        yield from _check_labels(run, labelled.count(False))
+    elif run.data.classes is not None:
+        yield "data.classes is set, and data.images has no label; set it, or leave data.classes out"
+    elif text is None:
+        yield (
             "encoders.text is missing, and no source of data.images has a label: a model needs captions or "
             "classes; set encoders.text to a mapping of pipeline, path or config; or, for a model of classes, "
-            "data.images to "
-            "one such as {path: FOLDER, label: folder}"
-        ]
-    if sum(way is not None for way in (text.pipeline, text.path, text.config)) != 1:
-        return [
+            "data.images to one such as {path: FOLDER, label: folder}"
+        )
+    elif sum(way is not None for way in (text.pipeline, text.path, text.config)) != 1:
+        yield (
             "encoders.text needs one of pipeline (a diffusers pipeline's folder), path (a T5's folder) and config "
             "(random weights)"
-        ]
-    if text.files and text.pipeline is None:
-        return [
+        )
+    elif text.files and text.pipeline is None:
+        yield (
             "encoders.text.files is set, and encoders.text.pipeline is missing; set it to a folder with tokenizers and "
             "configurations"
-        ]
-    dim, wanted = (text.config or {}).get("d_model"), model.kwargs.get("caption_channels")
-    wanted = wanted[0] if isinstance(wanted, list) and wanted else wanted  # of HiDream T5's, and Llama's
-    if dim is not None and wanted is not None and dim != wanted:
-        return [f"encoders.text.config.d_model is {dim}, and the model's caption_channels is {wanted}"]
-    return []
+        )
+    else:
+        dim, wanted = (text.config or {}).get("d_model"), model.kwargs.get("caption_channels")
+        wanted = wanted[0] if isinstance(wanted, list) and wanted else wanted  # HiDream's list: of T5, and of Llama
+        if dim is not None and wanted is not None and dim != wanted:
+            yield f"encoders.text.config.d_model is {dim}, and the model's caption_channels is {wanted}"
 
 
 def schedule_problems(train: TrainConfig, optimizer: OptimizerSpec) -> list[str]:
-    """What of the learning rate's course contradicts the rest; its length, where the number of steps is known."""
+    """Contradictions of the learning rate's schedule; those with its length if the number of steps is known."""
     kind, decay, problems = train.lr_schedule, train.decay_steps, []
     if train.steps is None:
         pass  # checked again after the epochs were counted
@@ -258,16 +252,14 @@ def schedule_problems(train: TrainConfig, optimizer: OptimizerSpec) -> list[str]
     return problems
 
 
-def _check_labels(run: RunConfig, unlabelled: int) -> list[str]:
-    problems = []
+def _check_labels(run: RunConfig, unlabelled: int) -> Iterator[str]:
     if unlabelled:
-        problems.append(f"data.images: {unlabelled} of {len(run.data.images)} sources have no label; give each one")
+        yield f"data.images: {unlabelled} of {len(run.data.images)} sources have no label; give each one"
     if run.encoders.text is not None:
-        problems.append("encoders.text encodes captions, and data.images has a label instead; leave out one of them")
+        yield "encoders.text encodes captions, and data.images has a label instead; leave out one of them"
     classes = run.data.classes or ()
     if twice := sorted({name for name in classes if classes.count(name) > 1}):
-        problems.append(f"data.classes names {', '.join(twice[:3])} twice; each class has one number")
-    return problems
+        yield f"data.classes names {', '.join(twice[:3])} twice; each class has one number"
 
 
 def _check_objective(run: RunConfig, model: ModelSpec) -> list[str]:
@@ -295,7 +287,7 @@ _PRECISIONS = {"fp32": "no", "tf32": "no", "bf16": "bf16", "bf16_sr": "bf16", "f
 
 
 def _started(engine: str) -> str:
-    """How to start a run of this engine."""
+    """How to start a run with this engine."""
     return f"start it by `python {' '.join(entry())}`" if engine == "single" else _STARTED[engine]
 
 

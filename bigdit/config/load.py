@@ -63,11 +63,12 @@ def read_ds_config(path: Path, key: str = "strategy.ds_config") -> dict[str, Any
 
 
 def set_once(overrides: Sequence[str]) -> list[str]:
-    """The values of `--set`. Raises UserError for a repeated key."""
-    keys = [override.partition("=")[0] for override in overrides]
+    """The values of `--set`, with `images[0].` as `images.0.`. Raises UserError for a repeated key."""
+    dotted = [re.sub(r"^[^=]*", lambda key: re.sub(r"\[(\d+)\]", r".\1", key[0]), each) for each in overrides]
+    keys = [override.partition("=")[0] for override in dotted]
     if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
         raise UserError(*(f"--set has {key[:80]} {keys.count(key)} times; give it once" for key in twice))
-    return list(overrides)
+    return dotted
 
 
 def with_option(overrides: Sequence[str], option: str, values: Mapping[str, object]) -> list[str]:
@@ -135,14 +136,14 @@ def _apply(document: dict[str, Any], override: str) -> None:
     key, found, text = override.partition("=")
     if not found or not key:
         raise UserError(f"--set expects key.path=value, such as train.steps=100, and {override[:80]!r} was found")
-    if (dotted := re.sub(r"\[(\d+)\]", r".\1", key)) != key:
-        raise UserError(f"--set {override[:80]}: numbers of a list follow a dot; write {dotted[:80]}={text[:40]}")
     *parents, last = key.split(".")
     node: Any = document
-    for parent in parents:
+    for number, parent in enumerate(parents):
+        if parents[:number][-1:] == ["data"] and parent == "images" and [*parents, last][number + 1].isdecimal():
+            _list_sources(node)
         node = _within(node, parent, override)
         if not isinstance(node, dict | list):
-            fix = "; write it as a list in the YAML: images: [{path: FOLDER}]" if parent == "images" else ""
+            fix = f"; write {override[:80].replace('.images.', '.images[0].')}" if parent == "images" else ""
             raise UserError(f"--set {override[:80]}: {parent} is a value, and has no keys{fix}")
     try:
         value = parse_yaml(text)
@@ -153,6 +154,13 @@ def _apply(document: dict[str, Any], override: str) -> None:
         node[int(last)] = value
     else:
         node[last] = value
+
+
+def _list_sources(data: dict[str, Any]) -> None:
+    """Replace `images: FOLDER` by `images: [{path: FOLDER}]`, which has a number and keys."""
+    found = data.get("images", [])
+    sources = found if isinstance(found, list) else [found]
+    data["images"] = [{"path": each} if isinstance(each, str) else each for each in sources]
 
 
 def _within(node: Any, key: str, override: str) -> Any:

@@ -79,11 +79,41 @@ class RecordedLedger(Strict):
     phases: tuple[Phase, ...]
 
 
+class Fewer(Strict):
+    """The same run on one machine less: keys of its strategy that change, and predicted bytes of one GPU."""
+
+    world_size: PositiveInt
+    dp_replicate: PositiveInt
+    micro_batch_size: PositiveInt
+    grad_accum_steps: PositiveInt
+    repeated_samples: NonNegativeInt
+    global_batch_size: PositiveInt
+    verdict: Literal["FITS", "TIGHT", "DOES NOT FIT"]
+    process_bytes: tuple[NonNegativeInt, NonNegativeInt]
+
+    def of(self, strategy: Strategy) -> Strategy:
+        """The strategy on these GPUs."""
+        return strategy.model_copy(update=self.model_dump(exclude={"global_batch_size", "verdict", "process_bytes"}))
+
+    @property
+    def needs(self) -> str:
+        """Whether it fits, and the most bytes of one GPU."""
+        return f"{self.verdict}, up to {gib(self.process_bytes[1])}"
+
+    def __str__(self) -> str:
+        repeated = f" with {how_many(self.repeated_samples, 'repeated sample')}" if self.repeated_samples else ""
+        return (
+            f"without one machine, the same command goes on with {self.world_size} GPUs and the same global batch of "
+            f"{self.global_batch_size:,}: micro-batch {self.micro_batch_size} in "
+            f"{how_many(self.grad_accum_steps, 'pass')}{repeated}; {self.needs}"
+        )
+
+
 class PlanFile(Strict):
     """What a plan predicts. `expandable_segments`: the planned setting of torch's allocator.
 
     `run_digest`: of the run.yaml that was written with it. `smaller`: sizes that training tries in turn where a step
-    runs out of memory.
+    runs out of memory. `without_machine`: None for one machine, or where the plan does not fit.
     """
 
     format: Literal[1] = 1
@@ -95,6 +125,7 @@ class PlanFile(Strict):
     expected: Expected
     micro_batch_sizes: tuple[LargestMicroBatch, ...]
     smaller: tuple[StepSize, ...] = ()
+    without_machine: Fewer | None = None
     ledger: RecordedLedger
     versions: dict[str, str]
     catalogue: str
@@ -141,7 +172,10 @@ def _predicted_by(strategy: Strategy) -> dict[str, Any]:
 def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
     """How a run deviates from its plan: strategy, versions, `catalogue`, larger samples; a line each."""
     lines, installed = [], versions() | {"python": plan.versions.get("python", "")}  # which takes no part in memory
-    if other := unplanned(run.strategy, plan):
+    other, fewer = unplanned(run.strategy, plan), plan.without_machine
+    if fewer is not None and not unplanned(run.strategy, plan.model_copy(update={"strategy": fewer.of(plan.strategy)})):
+        lines.append(f"the plan for {fewer.world_size} GPUs: {fewer.needs}")
+    elif other:
         lines.append(f"the plan is for another strategy, and is not compared with the run: {', '.join(other)}")
     moved = [
         f"{name} {was} ({installed[name]} is installed)"

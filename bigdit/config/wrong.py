@@ -426,7 +426,7 @@ def _hint(path: Sequence[str], kind: type[BaseModel]) -> str:
             return suggested(meant, parts[-1])
     elsewhere = [f"{section}.{path[-1]}" for section in kind.model_fields if path[-1] in _fields_at([section], kind)]
     return _with_meaning(
-        f"did you mean {', '.join(elsewhere)}?" if elsewhere else nearest(path[-1], here), section, kind
+        f"did you mean {elsewhere[0]}?" if len(elsewhere) == 1 else nearest(path[-1], here), section, kind
     )
 
 

@@ -38,13 +38,11 @@ class Manner:
     unsupported functions.
     """
 
-    succeed: str
     refusal: int
+    succeed: str = r"(?!)"
     create: str = r"(?!)"
     launch: str = r"(?!)"
 
-
-NOTHING = r"(?!)"
 
 MANNERS = {
     # Kernels compute products, and are not run.
@@ -63,15 +61,15 @@ MANNERS = {
     # Their functions return sizes of buffers, and results that the CPU reads.
     "libcusolver.so": Manner(succeed=r"cusolver\w*(Destroy|Set)\w*", create=r"cusolver\w*Create\w*", refusal=9),
     "libcusparse.so": Manner(succeed=r"cusparse\w*(Destroy|Set)\w*", create=r"cusparseCreate\w*", refusal=10),
-    "libcusparseLt.so": Manner(succeed=NOTHING, refusal=10),
-    "libcurand.so": Manner(succeed=NOTHING, refusal=103),
-    "libcufile.so": Manner(succeed=NOTHING, refusal=5031),
-    "libnvshmem_host.so": Manner(succeed=NOTHING, refusal=-1),
+    "libcusparseLt.so": Manner(refusal=10),
+    "libcurand.so": Manner(refusal=103),
+    "libcufile.so": Manner(refusal=5031),
+    "libnvshmem_host.so": Manner(refusal=-1),
     # The profiler has no records.
     "libcupti.so": Manner(succeed=r".*", refusal=27),
     "libnccl.so": Manner(succeed=r"nccl(CommRegister|CommDeregister|RedOpDestroy|GroupSimulateEnd)", refusal=5),
-    "libnvrtc.so": Manner(succeed=NOTHING, refusal=6),
-    "libnvidia-ml.so": Manner(succeed=NOTHING, refusal=3),
+    "libnvrtc.so": Manner(refusal=6),
+    "libnvidia-ml.so": Manner(refusal=3),
     "libcudart.so": Manner(
         succeed=r"__cudaInitModule|cuda(EventRecord|EventQuery|StreamQuery|StreamWaitEvent|StreamUpdateCapture|Profiler"
         r"|FuncSet|KernelSet|LibraryUnload|DeviceEnablePeerAccess|DeviceReset|DeviceSet|MemPoolSet|MemPoolTrim"

@@ -87,7 +87,7 @@ def _write_bpe(recipe: dict[str, Any], folder: Path) -> None:
     special = {number: token for token, number in recipe["special"].values() if number >= len(tokens)}
     merges = _merges(end="</w>") if clip else _merges(start="Ġ")
     tokens += dict.fromkeys(left + right for left, right in merges)
-    vocabulary = _filled(tokens, recipe["size"], special)
+    vocabulary = _vocabulary(tokens, recipe["size"], special)
     _write_json(folder / "vocab.json", vocabulary)
     write_text(folder / "merges.txt", "\n".join(["#version: 0.2", *(f"{a} {b}" for a, b in merges)]) + "\n")
 
@@ -100,7 +100,7 @@ def _write_sentencepiece_bpe(recipe: dict[str, Any], folder: Path) -> None:
     tokens = [f"<0x{byte:02X}>" for byte in range(256)] + letters
     merges = _merges(start=_WORD)
     tokens += dict.fromkeys(left + right for left, right in merges)
-    vocabulary = _filled(tokens, recipe["size"], special)
+    vocabulary = _vocabulary(tokens, recipe["size"], special)
     proto = _sentencepiece(recipe, vocabulary, lambda number: -float(number))
     proto.trainer_spec.model_type, proto.trainer_spec.byte_fallback = proto.trainer_spec.BPE, True
     proto.normalizer_spec.name = "identity"
@@ -149,7 +149,7 @@ def _write_sentencepiece_bpe(recipe: dict[str, Any], folder: Path) -> None:
 def _write_unigram(recipe: dict[str, Any], folder: Path) -> None:
     """spiece.model of a unigram model. All pieces are equally likely, so a word has as few pieces as possible."""
     special = {number: token for token, number in recipe["special"].values()}
-    tokens = _filled(_pieces(recipe["size"] - len(special)), recipe["size"], special)
+    tokens = _vocabulary(_pieces(recipe["size"] - len(special)), recipe["size"], special)
     proto = _sentencepiece(recipe, tokens, lambda number: -10.0)
     proto.trainer_spec.model_type = proto.trainer_spec.UNIGRAM
     proto.normalizer_spec.name = "nmt_nfkc"
@@ -209,7 +209,7 @@ def _pieces(room: int) -> list[str]:
     return [_WORD, *_ASCII, *(_WORD + letter for letter in _LETTERS), *itertools.islice(runs, room)][:room]
 
 
-def _filled(tokens: list[str], size: int, special: dict[int, str]) -> dict[str, int]:
+def _vocabulary(tokens: list[str], size: int, special: dict[int, str]) -> dict[str, int]:
     """A vocabulary with special tokens at their numbers, the others in order around them, and fillers up to `size`
     tokens or the last special one."""
     rest = itertools.chain(tokens, (f"<unused{number}>" for number in itertools.count()))
@@ -413,9 +413,8 @@ def repository(name: str) -> Repository:
     if "model" in entry:
         return _pipeline(entry, dtype)
     if "vae" in entry:
-        return Repository(
-            {"config.json": _vae(Vae(name=entry["vae"], **_catalogue()["vaes"][entry["vae"]]))}, {}, dtype
-        )
+        vae = Vae(name=entry["vae"], **load_json("models.json")["vaes"][entry["vae"]])
+        return Repository({"config.json": _vae(vae)}, {}, dtype)
     encoder = _text_encoder(entry["text_encoder"], None, dtype)
     return Repository({"config.json": encoder}, {"": entry["tokenizer"]}, dtype)
 
@@ -433,7 +432,8 @@ def _pipeline(entry: dict[str, Any], dtype: str) -> Repository:
         other = model(second).spec
         configs["transformer_2/config.json"] = {"_class_name": other.class_name, **other.kwargs}
     tokenizers = {}
-    for suffix, (encoder, class_name, tokenizer) in zip(_suffixes(), recipe["text"], strict=False):
+    for number, (encoder, class_name, tokenizer) in enumerate(recipe["text"], start=1):
+        suffix = "" if number == 1 else f"_{number}"  # as in diffusers' pipelines
         configs[f"text_encoder{suffix}/config.json"] = _text_encoder(encoder, class_name, dtype)
         tokenizers[f"tokenizer{suffix}"] = tokenizer
     index = _index(entry.get("pipeline", recipe["pipeline"]), configs, tokenizers)
@@ -442,26 +442,15 @@ def _pipeline(entry: dict[str, Any], dtype: str) -> Repository:
     return Repository(configs, tokenizers, dtype)
 
 
-def _suffixes() -> Iterator[str]:
-    """The suffixes of a pipeline's text encoders in diffusers. The first has no number."""
-    yield ""
-    number = 2
-    while True:
-        yield f"_{number}"
-        number += 1
-
-
 def _index(pipeline: str, configs: dict[str, dict[str, Any]], tokenizers: dict[str, str]) -> dict[str, Any]:
     """diffusers' model_index.json: the library and the class of each component."""
-    parts: dict[str, list[str]] = {}
-    for path, config in configs.items():
-        folder = path.split("/")[0]
-        if "_class_name" in config:
-            parts[folder] = ["diffusers", config["_class_name"]]
-        else:
-            parts[folder] = ["transformers", config["architectures"][0]]
-    for folder, kind in tokenizers.items():
-        parts[folder] = ["transformers", document()["tokenizers"][kind]["class"]]
+    parts = {
+        path.split("/")[0]: ["diffusers", config["_class_name"]]
+        if "_class_name" in config
+        else ["transformers", config["architectures"][0]]
+        for path, config in configs.items()
+    }
+    parts |= {name: ["transformers", document()["tokenizers"][kind]["class"]] for name, kind in tokenizers.items()}
     return {"_class_name": pipeline, "_diffusers_version": "0.31.0", **dict(sorted(parts.items()))}
 
 
@@ -473,7 +462,7 @@ def _vae(vae: Vae) -> dict[str, Any]:
 
 def _text_encoder(name: str, class_name: str | None, dtype: str) -> dict[str, Any]:
     """The config of a text encoder for transformers 4 and later. Other keys have their classes' defaults."""
-    entry = _catalogue()["text_encoders"][name]
+    entry = load_json("models.json")["text_encoders"][name]
     if class_name in document()["around"]:
         around = document()["around"][class_name]
         inner = {"text_config": {**entry["kwargs"], **around["text_config"]}}
@@ -485,7 +474,3 @@ def _text_encoder(name: str, class_name: str | None, dtype: str) -> dict[str, An
         "torch_dtype": dtype,
         **entry["kwargs"],
     }
-
-
-def _catalogue() -> dict[str, Any]:
-    return load_json("models.json")

@@ -49,17 +49,12 @@ def find_cuda_python() -> Path | None:
     Raises UserError if the one in BIGDIT_CUDA_PYTHON does not have it.
     """
     if chosen := os.environ.get("BIGDIT_CUDA_PYTHON"):
-        _check_chosen(Path(chosen))
+        if not _suits(Path(chosen)):
+            problem = f"BIGDIT_CUDA_PYTHON: {_without(Path(chosen))}"
+            raise UserError(f"{problem}; name another, or unset it and run `bigdit setup`")
         return Path(chosen)
     places = (Path(sys.executable), python_of(ROOT / ".venv-cuda"), python_of(own_environment()))
     return next((each for each in places if _suits(each)), None)
-
-
-def _check_chosen(python: Path) -> None:
-    try:
-        cuda_build(python)
-    except UserError as error:
-        raise UserError(f"BIGDIT_CUDA_PYTHON: {error}; name another, or unset it and run `bigdit setup`") from None
 
 
 def cuda_build(python: Path) -> str:

@@ -188,7 +188,7 @@ def _wait(
         ]
     except OSError as error:
         raise UserError(f"{commands[0][0]} cannot be run: {error.strerror}") from error
-    with _passed_on(processes, folder):
+    with _forward_signals(processes, folder):
         status = _first_failure(processes)
         if status:
             log_waiting(folder)
@@ -214,7 +214,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 @contextlib.contextmanager
-def _passed_on(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[None]:
+def _forward_signals(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[None]:
     """Forward SIGINT and SIGTERM to the commands, and log where their processes were. They end this process after the
     commands."""
     came: list[int] = []

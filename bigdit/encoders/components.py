@@ -1,7 +1,7 @@
 """Loads the text encoders and tokenizers of a diffusers pipeline in a folder, without transformer and VAE.
 
-Pipelines put templates around captions, and cut them in different places. The calls of their tokenizers are observed to
-find both. This is cheap: only a text that fills the whole length is tokenized again.
+Pipelines put templates around captions, and cut them in different places. To find both, the calls of their tokenizers
+are recorded. This is cheap, since only a text that fills the whole length is tokenized again.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ CLASSES = (
     # Tokenizers.
     *("BertTokenizer", "ByT5Tokenizer", "CLIPTokenizer", "GemmaTokenizer", "LlamaTokenizer", "PreTrainedTokenizer"),
     *("Qwen2Tokenizer", "T5Tokenizer", "TokenizersBackend"),
-    # Image encoders and what prepares their images.
+    # Image encoders and their processors.
     *("CLIPVisionModel", "CLIPVisionModelWithProjection", "CLIPImageProcessor", "CLIPImageProcessorPil"),
     *("SiglipVisionModel", "SiglipImageProcessor", "SiglipImageProcessorPil"),
 )
-"""The allowed classes of transformers, for tokenizers and processors also with `Fast`. Others, such as AutoModel, may
-load any class, and code from the folder."""
+"""The allowed classes of transformers; tokenizers and processors also with `Fast`. Others, such as AutoModel, may load
+any class, and code from the folder."""
 
-_ASKED = {
+_READ_PARTS = {
     "BriaPipeline": ("vae", "transformer"),
     **dict.fromkeys(("HunyuanVideo15ImageToVideoPipeline", "HunyuanVideo15Pipeline"), ("vae",)),
 }
-"""Parts that encode no text, but whose attributes these pipelines read."""
+"""Parts that do not encode text, but whose attributes these pipelines read."""
 
 
 class _Absent:
-    """Stands for a missing VAE or transformer, whose channels, shift and dtype pipelines read."""
+    """Stands for a missing VAE or transformer. Pipelines read its channels, shift and dtype."""
 
     config = SimpleNamespace(block_out_channels=(), latent_channels=None, shift_factor=0.0)
 
@@ -69,30 +69,30 @@ class _Absent:
 def load_text_pipeline(
     folder: Path, dtype: torch.dtype, device: torch.device, files: Mapping[str, Path] = MappingProxyType({})
 ) -> Any:
-    """The pipeline in `folder`, with only its text encoders and tokenizers, in eval mode on `device`. `files`: weights
-    of text encoders that are not in the folder, by name.
+    """The pipeline in `folder`, with only its text encoders and tokenizers, in eval mode on `device`.
 
-    Weights are read from safetensors only, and classes from transformers only. Raises UserError if one is missing or
-    incomplete, or the pipeline is not in RECIPES.
+    `files`: weights of text encoders that are not in the folder, by name. Weights come only from safetensors, and
+    classes only from transformers. Raises UserError if a part is missing or incomplete, or the pipeline is not in
+    RECIPES.
     """
     index = read_index(KEY, folder)
     class_name = index["_class_name"]
     if class_name not in RECIPES:
         raise UserError(f"{KEY}: {folder} holds a {class_name}, which is not supported; {nearest(class_name, RECIPES)}")
     pipeline = getattr(diffusers, class_name)
-    there = {name: entry for name, entry in index.items() if _is_text(name) and isinstance(entry, list) and any(entry)}
-    encoders = [name for name in there if not name.startswith("tokenizer")]
+    parts = {name: entry for name, entry in index.items() if _is_text(name) and isinstance(entry, list) and any(entry)}
+    encoders = [name for name in parts if not name.startswith("tokenizer")]
     if unknown := [name for name in files if name not in encoders]:
         raise UserError(f"{_FILES} has {unknown[0]}, which {folder} has not; {nearest(unknown[0], encoders)}")
     loaded = {
-        name: load_part(KEY, folder, name, entry, dtype, device, files.get(name)) for name, entry in there.items()
+        name: load_part(KEY, folder, name, entry, dtype, device, files.get(name)) for name, entry in parts.items()
     }
     parameters = inspect.signature(pipeline.__init__).parameters
     _check_all(folder, class_name, [name for name in parameters if _is_text(name)], loaded)
     absent: dict[str, Any] = {
         name: None for name, each in parameters.items() if each.default is each.empty and name != "self"
     }
-    absent |= dict.fromkeys(_ASKED.get(class_name, ()), _Absent(dtype))
+    absent |= dict.fromkeys(_READ_PARTS.get(class_name, ()), _Absent(dtype))
     if "requires_safety_checker" in parameters:  # no images are generated
         absent["requires_safety_checker"] = False
     try:
@@ -102,7 +102,7 @@ def load_text_pipeline(
 
 
 def describe(config: TextEncoderConfig, folder: Path, pipeline: Any) -> dict[str, Any]:
-    """Class and digests of each text encoder and tokenizer. All weights are read."""
+    """The class and digests of each text encoder and tokenizer. Reads all weights."""
     described: dict[str, Any] = {}
     for name, part in sorted(pipeline.components.items()):
         if part is None or not _is_text(name):
@@ -146,10 +146,10 @@ def _is_text(name: str) -> bool:
     return _TEXT.fullmatch(name) is not None
 
 
-def _check_all(folder: Path, class_name: str, wanted: Sequence[str], loaded: Mapping[str, Any]) -> None:
-    """Raise UserError if a pipeline with several texts lacks one. Others may lack parts."""
+def _check_all(folder: Path, class_name: str, names: Sequence[str], loaded: Mapping[str, Any]) -> None:
+    """Raise UserError if a pipeline with several texts lacks a part. Other pipelines may lack parts."""
     recipe = RECIPES[class_name]
-    missing = [name for name in wanted if name not in loaded]
+    missing = [name for name in names if name not in loaded]
     if missing and (recipe.separate or recipe.streams):
         raise UserError(
             f"{KEY}: {folder / _INDEX} names no {' and no '.join(missing)}, which {class_name} needs for captions; "
@@ -166,8 +166,10 @@ def load_part(
     device: torch.device,
     file: Path | None = None,
 ) -> Any:
-    """Load one part, of the class in the index, if it is allowed; its weights from `file`, if that is given. Raises
-    UserError, which names `setting`."""
+    """Load one part of the class in the index, if the class is allowed. `file`: its weights, if not in the folder.
+
+    Raises UserError, which names `setting`.
+    """
     library, class_name = entry if list(map(type, entry)) == [str, str] else ("", str(entry)[:60])
     key, place = f"{setting}: {name}", folder / name
     found = _class_of(library, class_name, place)
@@ -193,8 +195,8 @@ def load_part(
 
 
 def _class_of(library: str, class_name: str, place: Path) -> Any:
-    """A class of CLASSES, or None. T5Gemma's encoder is not exported by transformers, and PRX's folder names it as a
-    class of diffusers."""
+    """A class of CLASSES, or None. transformers does not export T5Gemma's encoder, and PRX's folder names it as a class
+    of diffusers."""
     if class_name == "T5GemmaEncoder":
         return T5GemmaEncoder
     if library != "transformers":
@@ -205,14 +207,14 @@ def _class_of(library: str, class_name: str, place: Path) -> Any:
 
 
 def _inner_config(key: str, place: Path) -> Any:
-    """The config of T5Gemma's encoder. Its folder has it alone, or as a part of T5Gemma's."""
+    """The config of T5Gemma's encoder. The folder has it alone, or within T5Gemma's."""
     saved = read_config(key, place)
     return transformers.T5GemmaConfig(encoder=saved.get("encoder", saved)).encoder
 
 
 Lengths = tuple[list[int] | None, int | None]
-"""The tokens of each caption with its template, and the length at which the tokenizer cuts. The tokens are None if
-calls do not show which caption is which. The length is None if other code cuts."""
+"""The tokens of each caption with its template, and the length at which the tokenizer cuts. Tokens are None if calls do
+not show which caption is which. The length is None if other code cuts."""
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -241,22 +243,24 @@ class ProcessorTokenizer:
         assert not trust_remote_code
         return cls(AutoTokenizer.from_pretrained(place, local_files_only=local_files_only, trust_remote_code=False))
 
-    def __call__(self, text: list[str], images: None = None, videos: None = None, **asked: Any) -> Any:
+    def __call__(self, text: list[str], images: None = None, videos: None = None, **options: Any) -> Any:
         """Tokenize texts."""
-        return self.tokenizer(text, **asked)
+        return self.tokenizer(text, **options)
 
-    def apply_chat_template(self, conversations: list[Any], *, tokenize: bool, return_dict: bool, **asked: Any) -> Any:
-        """Tokenize chats. Special tokens are added unless a text begins with one. Raises UserError without template."""
+    def apply_chat_template(
+        self, conversations: list[Any], *, tokenize: bool, return_dict: bool, **options: Any
+    ) -> Any:
+        """Tokenize chats. Adds special tokens unless a text begins with one. Raises UserError without a template."""
         assert tokenize and return_dict  # noqa: PT018
         if self.tokenizer.chat_template is None:
             raise UserError(
                 f"encoders.text.pipeline: {self.tokenizer.name_or_path} has no chat_template.jinja, which its "
                 "processor needs; save it there"
             )
-        begins = asked.pop("add_generation_prompt", False)
-        texts = self.tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=begins)
+        prompt = options.pop("add_generation_prompt", False)
+        texts = self.tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=prompt)
         first = self.tokenizer.bos_token
-        return self(texts, add_special_tokens=first is None or not texts[0].startswith(first), **asked)
+        return self(texts, add_special_tokens=first is None or not texts[0].startswith(first), **options)
 
     def decode(self, tokens: Any) -> str:
         """The text of tokens."""
@@ -278,7 +282,7 @@ class TokenizerCalls:
     def __init__(self, tokenizers: Mapping[str, PreTrainedTokenizerBase]) -> None:
         self._calls: dict[str, list[_Call]] = {name: [] for name in tokenizers}
         for name, tokenizer in tokenizers.items():
-            _observe(tokenizer, self._calls[name])
+            _record(tokenizer, self._calls[name])
 
     def clear(self) -> None:
         """Forget the calls."""
@@ -297,21 +301,21 @@ class TokenizerCalls:
 
 
 def full_length(tokenizer: Any, text: str, kind: Any = None, special: bool = True) -> int:
-    """The number of tokens of a text without a cut, by the class `kind` of the tokenizer."""
+    """The number of tokens of a text without a cut. `kind`: the class of the tokenizer, if it is a subclass."""
     called = kind or type(tokenizer)
     return len(called.__call__(tokenizer, text, verbose=False, add_special_tokens=special)["input_ids"])
 
 
-def _observe(tokenizer: PreTrainedTokenizerBase, calls: list[_Call]) -> None:
-    """Make a tokenizer record its calls, by a subclass: Python finds `__call__` in classes only."""
+def _record(tokenizer: PreTrainedTokenizerBase, calls: list[_Call]) -> None:
+    """Make a tokenizer record its calls. It becomes a subclass, since Python looks up `__call__` in classes only."""
     kind: Any = type(tokenizer)
 
-    def call(self: Any, text: Any = None, *args: Any, **asked: Any) -> Any:
-        found = kind.__call__(self, text, *args, **asked)
+    def call(self: Any, text: Any = None, *args: Any, **options: Any) -> Any:
+        found = kind.__call__(self, text, *args, **options)
         texts = [text] if isinstance(text, str) else text
         if isinstance(texts, list) and all(isinstance(each, str) for each in texts):
-            limit = asked.get("max_length") if asked.get("truncation") else None
-            special = asked.get("add_special_tokens", True)
+            limit = options.get("max_length") if options.get("truncation") else None
+            special = options.get("add_special_tokens", True)
             tokens = [
                 full_length(self, each, kind, special) if count == limit else count
                 for each, count in zip(texts, _counts(found), strict=True)
@@ -331,7 +335,7 @@ def _counts(found: Mapping[str, Any]) -> list[int]:
 
 
 def _by_order(calls: Sequence[_Call], count: int) -> list[int] | None:
-    """The most tokens of each caption in a call. A call has all captions, or the next one.
+    """The most tokens of each caption in any call. A call has all captions, or the next one.
 
     None if calls have only some captions, and one was cut.
     """

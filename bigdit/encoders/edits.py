@@ -23,15 +23,15 @@ from bigdit.store.tensors import config_digest
 from bigdit.store.text import Length, Text
 
 TOKENS = 512
-"""The default of max_tokens: max_sequence_length of both pipelines, which neither uses."""
+"""The default of max_tokens: the max_sequence_length of both pipelines, although neither uses it."""
 _IMAGE = "<|image_pad|>"
 
 
 class EditTextEncoder:
     """The text encoder of the pipeline in a folder, such as QwenImageEditPipeline.
 
-    Its states are of the images and of the caption. `max_tokens` counts those of each caption, and the most that its
-    images can have. Pipelines do not cut captions. Here they are cut, as stores and plans need a limit.
+    Its states are those of the images and of the caption. `max_tokens` is the most of both together. Pipelines do not
+    cut captions. Here they are cut, since stores and plans need a limit.
     """
 
     pooled_dim: int | None = None
@@ -54,17 +54,18 @@ class EditTextEncoder:
         seeing: Qwen2VLImageProcessorPil = load_from(Qwen2VLImageProcessorPil, f"{KEY}: processor", place)
         self._pipeline.processor = self._processor = _Processor(seeing, self._pipeline.tokenizer)
         self._seen = editor_of(type(self._pipeline).__name__).seen or 0
-        self._asked = config.max_tokens or TOKENS
+        self._longest = config.max_tokens or TOKENS
         square = Image.new("RGB", (32, 32))
         probe = self._states("", [square] * references)
-        # The states of the template, whose first part the pipeline drops.
-        self._template = len(probe) - sum(self._processor.tokens(each) for each in self._as_seen([square] * references))
-        if self._asked <= self._template:
+        # The states of the template, without its first part, which the pipeline drops.
+        seen = self._as_seen([square] * references)
+        self._template = len(probe) - sum(self._processor.tokens(each.height, each.width) for each in seen)
+        if self._longest <= self._template:
             raise UserError(
                 f"{MAX_TOKENS} is {config.max_tokens}, and the template takes {self._template}; more was expected"
             )
         self.dim = int(probe.shape[1])
-        self.max_tokens = self._asked + references * self._most_tokens()
+        self.max_tokens = self._longest + references * self._most_tokens()
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
@@ -76,17 +77,18 @@ class EditTextEncoder:
             "dtype": self._config.dtype,
             "stored": self._config.stored,
             "max_tokens": self.max_tokens,
-            "max_sequence_length": self._asked,
+            "max_sequence_length": self._longest,
             "dim": self.dim,
             "pooled_dim": None,
         }
 
     def modules(self) -> list[nn.Module]:
-        """The text encoder, which has the image encoder too."""
+        """The text encoder, which contains the image encoder."""
         return [part for part in self._pipeline.components.values() if isinstance(part, nn.Module)]
 
     def encode(self, captions: Sequence[str], kept: Keep = as_it_is, images: Images = ()) -> list[Text]:
-        """The texts of captions, each with the images that it edits. QwenImageEditPlusPipeline takes one at a time."""
+        """The texts of captions, each with the images that it edits, one at a time as QwenImageEditPlusPipeline
+        needs."""
         pairs = list(zip(captions, images, strict=True))
         return self._size.map(lambda some: [kept(self._text(*pair)) for pair in some], pairs)
 
@@ -95,17 +97,17 @@ class EditTextEncoder:
         return Text(self._states("", None))
 
     def _text(self, caption: str, images: Sequence[Image.Image]) -> Text:
-        tokens, limit = self._pipeline.tokenizer, self._asked - self._template
-        found = tokens(caption, add_special_tokens=False, return_offsets_mapping=True)
+        tokenizer, limit = self._pipeline.tokenizer, self._longest - self._template
+        found = tokenizer(caption, add_special_tokens=False, return_offsets_mapping=True)
         count = len(found["input_ids"])
         cut, at = caption, limit
-        while at and len(tokens(cut, add_special_tokens=False)["input_ids"]) > limit:
+        while at and len(tokenizer(cut, add_special_tokens=False)["input_ids"]) > limit:
             cut, at = caption[: found["offset_mapping"][at - 1][1]], at - 1
         return Text(self._states(cut, images), lengths=(Length("tokenizer", count, limit, MAX_TOKENS),))
 
     @torch.no_grad()
     def _states(self, caption: str, images: Sequence[Image.Image] | None) -> torch.Tensor:
-        """The states [tokens, dim] of the template, of the images and of the caption."""
+        """The states [tokens, dim] of template, images and caption."""
         seen = None if images is None else self._as_seen(images)
         states, _ = self._pipeline.encode_prompt(prompt=[caption], image=seen, device=self._device)
         return states[0].clone()
@@ -117,11 +119,13 @@ class EditTextEncoder:
         return [resize(image, *size) for image, size in zip(images, sizes, strict=True)]
 
     def _most_tokens(self) -> int:
-        """The most tokens of an image, of any that is at most MOST_ASPECT times as long as wide. They are a multiple of
-        the most GPUs that share a sample."""
+        """The most tokens of an image whose sides differ at most MOST_ASPECT times.
+
+        It is rounded up to a multiple of the most GPUs that share a sample.
+        """
         ratios = (MOST_ASPECT ** (step / 2048 - 1) for step in range(4097))
         sizes = {resized(self._seen, 1, ratio) for ratio in ratios}
-        most = max(self._processor.tokens_of(*size) for size in sizes)
+        most = max(self._processor.tokens(*size) for size in sizes)
         return -(-most // max(DEGREES)) * max(DEGREES)
 
 
@@ -135,24 +139,20 @@ class _Processor:
         self._images, self._tokenizer = images, tokenizer
 
     def described(self) -> dict[str, Any]:
-        """What changes the pixels that are read."""
+        """The settings that change which pixels are read."""
         names = ("size", "patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor")
         saved = self._images.to_dict()
         return {name: saved[name] for name in names}
 
-    def tokens(self, image: Image.Image) -> int:
-        """The number of tokens of an image."""
-        return self.tokens_of(image.height, image.width)
-
-    def tokens_of(self, height: int, width: int) -> int:
-        """That of an image of this size."""
+    def tokens(self, height: int, width: int) -> int:
+        """The number of tokens of an image of this size."""
         merged: int = self._images.merge_size**2
         return int(self._images.get_number_of_image_patches(height, width)) // merged
 
     def __call__(
         self, text: list[str], images: list[Image.Image] | None, padding: bool, return_tensors: str
     ) -> BatchFeature:
-        """Tokens of texts, each with as many marks of an image as it has tokens; and the patches of images."""
+        """The tokens of texts, and the patches of images. A text has one mark for each token of an image."""
         if images is None:
             return BatchFeature(dict(self._tokenizer(text, padding=padding, return_tensors=return_tensors)))
         seen = self._images(images=images, return_tensors=return_tensors)

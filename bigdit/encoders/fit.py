@@ -1,4 +1,4 @@
-"""Checks that a store, the run's model and encoders, and its plan are compatible."""
+"""Checks that a store, and the model, encoders and plan of a run, fit together."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bigdit.catalog import FAMILIES
 from bigdit.catalog.conditions import (
     IMAGE_ENCODER,
     class_misfits,
-    fed_more,
     fill_misfits,
     first_frame_misfits,
     reference_misfits,
+    takes_more_channels,
 )
 from bigdit.catalog.families import EDITED, MOST_ASPECT, editor_of, stream_shapes, streams_of
 from bigdit.config.data import DataConfig, IdentityCodec, TextEncoderConfig, VaeCodec, written_bucket
@@ -42,7 +42,7 @@ def encoder_misfits(
     first_frame: dict[str, Any] | None = None,
     fill: int = 0,
 ) -> list[str]:
-    """Why the run's encoders cannot encode its buckets, or the model cannot take what they give.
+    """Why the run's encoders cannot encode its buckets, or the model cannot take their features.
 
     `classes`, `first_frame` and `fill` are as in StoreSchema.
     """
@@ -60,7 +60,7 @@ def encoder_misfits(
 
 
 def _latent_shapes(data: DataConfig, codec: ImageCodec) -> tuple[list[Shape], list[str]]:
-    """The latents' shapes of the buckets, and why the codec cannot encode others."""
+    """The shapes of latents of the buckets, and why the codec cannot encode some buckets."""
     shapes: list[Shape] = []
     problems: list[str] = []
     for key, buckets in data.keyed_buckets.items():
@@ -106,23 +106,23 @@ def store_misfits(run: RunConfig, model: ModelSpec, plan: PlanFile | None, store
 
 
 def _condition_misfits(run: RunConfig, model: ModelSpec, store: FeatureStore) -> list[str]:
-    """What of the store's text or classes does not fit the model or the run."""
+    """Why the store's text or classes do not fit the model or the run."""
     schema, text = store.schema, run.encoders.text
     if schema.classes is not None:
         return [f"it has {misfit}" for misfit in class_misfits(model, schema.classes)]
     if text is None:
         return [f"it has captions, and {model.class_name} is conditioned on classes"]
-    null, asked = store.null_text, text.tokens_asked
+    null, max_tokens = store.null_text, text.tokens_asked
     pooled_dim = None if null.pooled is None else len(null.pooled)
     problems = [f"its text has {misfit}" for misfit in text_misfits(model, store.text_shapes, pooled_dim)]
     most = schema.text_encoder.get("max_sequence_length") or schema.text_encoder["max_tokens"]
-    if asked not in (None, most):
-        problems.append(f"its text has at most {most} tokens, and encoders.text.max_tokens is {asked}")
+    if max_tokens not in (None, most):
+        problems.append(f"its text has at most {most} tokens, and encoders.text.max_tokens is {max_tokens}")
     return problems
 
 
 def _frame_misfits(run: RunConfig, model: ModelSpec, store: FeatureStore) -> list[str]:
-    """What of the store's first frames, references or masked images does not fit the model."""
+    """Why the store's first frames, references or masked images do not fit the model."""
     channels, text = next(iter(store.buckets))[0], store.text_shape
     found = first_frame_misfits(model, channels, store.schema.first_frame, None if text is None else text[0])
     found += [] if run.strategy.controlnet else reference_misfits(model, store.schema.references)
@@ -134,7 +134,7 @@ def latent_misfits(model: ModelSpec, channels: int) -> list[str]:
     """Why the model cannot take latents with so many channels. Arguments with default values are not checked."""
     packs = model.class_name in FAMILIES and FAMILIES[model.class_name].packs
     given, how = (4 * channels, " in patches of 2 × 2") if packs else (channels, "")
-    key = "out_channels" if fed_more(model) else "in_channels"
+    key = "out_channels" if takes_more_channels(model) else "in_channels"
     taken = model.kwargs.get(key)
     return [] if taken in (None, given) else [f"{given} channels{how}, and the model's {key} is {taken}"]
 
@@ -162,7 +162,7 @@ def size_misfits(model: ModelSpec, shapes: Iterable[Shape]) -> list[str]:
 
 
 def _beyond_positions(model: ModelSpec, shapes: Iterable[Shape]) -> list[str]:
-    """Which latents have more patches on a side than the model has positions."""
+    """Why the model cannot take latents: they have more patches on a side than the model has positions."""
     most, patch = model.kwargs.get("pos_embed_max_size"), model.kwargs.get("patch_size")
     sided = model.class_name in ("SD3Transformer2DModel", "CogView3PlusTransformer2DModel")  # AuraFlow's is of an area
     if not (sided and isinstance(most, int) and isinstance(patch, int)):
@@ -195,8 +195,7 @@ def _video_misfit(model: ModelSpec, shape: Shape) -> list[str]:
 
 
 def text_misfits(model: ModelSpec, shapes: Mapping[str, tuple[int, int]], pooled_dim: int | None) -> list[str]:
-    """Why the model cannot take texts of these [max_tokens, dim], as FeatureStore.text_shapes, with a pooled vector of
-    `pooled_dim` (None without)."""
+    """Why the model cannot take texts of these `shapes`, as FeatureStore.text_shapes, with a vector of `pooled_dim`."""
     family = FAMILIES.get(model.class_name)
     if family is None:
         return []
@@ -220,13 +219,12 @@ def text_misfits(model: ModelSpec, shapes: Mapping[str, tuple[int, int]], pooled
 
 def _stream_misfits(model: ModelSpec, found: Mapping[str, tuple[int, int]]) -> list[str]:
     """Why the model cannot take further texts of these [max_tokens, dim]."""
-    wanted = stream_shapes(model.class_name, model.kwargs)
     known = streams_of(model)
     problems = [f"no {name}, which {model.class_name} needs" for name in known if name not in found]
     problems += [f"{name}, which {model.class_name} does not take" for name in found if name not in known]
     return problems + [
         f"{name} of {_by(found[name])}, and {model.class_name} takes {_by(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in stream_shapes(model.class_name, model.kwargs).items()
         if name in found and found[name] != shape
     ]
 
@@ -236,7 +234,7 @@ def _by(shape: tuple[int, int]) -> str:
 
 
 def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
-    """How the run's encoders and data differ from the store's, by configs and a sample of the weights.
+    """How the run's encoders and data differ from the store's. Compares configs and a sample of the weights.
 
     `bigdit extract` compares all weights and tokenizers.
     """
@@ -246,8 +244,8 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
         sections.append(("encoders.text", _text(text), schema.text_encoder))
     first = run.encoders.first_frame
     if first is not None and first.pipeline is not None:
-        seen = {"dtype": first.dtype} | _saved(first.pipeline / IMAGE_ENCODER, first.dtype)
-        sections.append(("encoders.first_frame", seen, schema.first_frame or {}))
+        encoder = {"dtype": first.dtype} | _saved(first.pipeline / IMAGE_ENCODER, first.dtype)
+        sections.append(("encoders.first_frame", encoder, schema.first_frame or {}))
     if text is not None and text.pipeline is not None:
         folder, of = text.pipeline, text.weights_of
         sections += [
@@ -262,24 +260,20 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
     ]
     if run.data.classes is not None and schema.classes != list(run.data.classes):
         problems.append("it was encoded with other classes than data.classes, or in another order")
-    for key in ("references", "min_references"):
-        found, wanted = getattr(schema, key), getattr(run.data, key)
-        if found != wanted:
-            there, here = ("none" if each is None else each for each in (found, wanted))
-            problems.append(f"it was encoded with data.{key} {there}, and the run has {here}")
-    if run.data.fill != bool(schema.fill):
-        there, here = (str(fill).lower() for fill in (bool(schema.fill), run.data.fill))
-        problems.append(f"it was encoded with data.fill {there}, and the run has {here}")
     if (first is None) != (schema.first_frame is None):
         there, here = ("without", "set") if schema.first_frame is None else ("with", "not set")
         problems.append(f"it was encoded {there} first frames, and encoders.first_frame is {here}")
-    if run.data.fps != schema.fps:
-        problems.append(f"it was encoded with data.fps {schema.fps}, and the run has {run.data.fps}")
+    for key in ("references", "min_references", "fill", "fps"):
+        found, asked = getattr(schema, key), getattr(run.data, key)
+        found = bool(found) if key == "fill" else found
+        if found != asked:
+            there, here = ("none" if each is None else str(each).lower() for each in (found, asked))
+            problems.append(f"it was encoded with data.{key} {there}, and the run has {here}")
     return problems + list(dict.fromkeys(_bucket_misfits(run, schema)))
 
 
 def _bucket_misfits(run: RunConfig, schema: StoreSchema) -> Iterator[str]:
-    """Sources with other buckets than in the store."""
+    """Why the store does not fit: its sources have other buckets."""
     for number, (source, known) in enumerate(zip(run.data.images, schema.current, strict=False)):
         asked, found = source.buckets or run.data.buckets, list(map(tuple, known.get("buckets", schema.buckets)))
         if set(asked) != set(found):
@@ -292,7 +286,7 @@ def _bucket_misfits(run: RunConfig, schema: StoreSchema) -> Iterator[str]:
 
 
 def plan_misfits(plan: PlanFile, buckets: Iterable[Shape], max_tokens: int) -> list[str]:
-    """How a store's samples are larger than the plan's: their latents, or their text."""
+    """Why a store's latents or texts do not fit the plan: they are larger."""
     planned, (height, width) = plan.batch.latents, plan.request.resolution
     most = math.prod(planned) * plan.most_pixels // (height * width)
     problems = [
@@ -319,7 +313,7 @@ def smaller_than_planned(plan: PlanFile, buckets: Iterable[Shape]) -> list[str]:
 
 
 def _codec(config: IdentityCodec | VaeCodec) -> dict[str, Any]:
-    """A codec's identity, as far as the config has it."""
+    """The keys of a codec's identity that its config gives."""
     if isinstance(config, IdentityCodec):
         return config.model_dump()
     found = config.model_dump(include={"name", "class_name", "latents", "dtype"})
@@ -329,7 +323,7 @@ def _codec(config: IdentityCodec | VaeCodec) -> dict[str, Any]:
 
 
 def _text(config: TextEncoderConfig) -> dict[str, Any]:
-    """A text encoder's identity, as far as the config has it."""
+    """The keys of a text encoder's identity that its config gives."""
     found: dict[str, Any] = {"dtype": config.dtype, "stored": config.stored}
     if config.pipeline is None:
         found["class_name"] = config.class_name
@@ -343,7 +337,7 @@ def _text(config: TextEncoderConfig) -> dict[str, Any]:
 
 
 def _saved(path: Path, dtype: str, described_in: Path | None = None) -> dict[str, Any]:
-    """Digests of weights, and of the config beside them or in a folder; empty for what is not on this machine."""
+    """Digests of weights, and of their config, without those that are not on this machine."""
     config, sample = _document((described_in or path) / "config.json"), weights_sample(path, dtype)
     return ({"config": config_digest(config)} if config else {}) | ({"weights_sample": sample} if sample else {})
 

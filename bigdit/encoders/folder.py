@@ -42,9 +42,9 @@ def read_config(key: str, folder: Path) -> dict[str, Any]:
 
 
 def check_files(key: str, folder: Path) -> None:
-    """Raise UserError for files that a library would load, and bigdit rejects.
+    """Raise UserError for files that a library would load and bigdit rejects.
 
-    These are pipes, links out of the folder, Git LFS pointers, adapters of other weights, and an index that names
+    These are pipes, links out of the folder, Git LFS pointers, adapters for other weights, and an index that names
     pickles or files elsewhere.
     """
     for file in sorted(folder.rglob("*")):
@@ -69,11 +69,10 @@ def check_files(key: str, folder: Path) -> None:
 
 
 def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
-    """A model or tokenizer of the class `kind`, by from_pretrained, from safetensors only: a pickle can run code. The
-    folder may be a file with the weights of a model, whose `config` is then given.
+    """A model or tokenizer of the class `kind` by from_pretrained, only from safetensors, since pickles can run code.
 
-    Raises UserError if it cannot be loaded, or weights are missing or have another shape: libraries would initialise
-    them at random.
+    `folder` may be a file with the weights of a model. Then `config` is among the `arguments`. Raises UserError if it
+    cannot be loaded, or if weights are missing or have another shape. Libraries would initialise these at random.
     """
     try:
         if not issubclass(kind, torch.nn.Module):
@@ -111,7 +110,7 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
 
 
 def load_from_file(kind: Any, key: str, file: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """A model of diffusers with the weights of one file, in the names of diffusers or of its original project.
+    """A model of diffusers with the weights of one file, named as in diffusers or as in its original project.
 
     Raises UserError if it cannot be loaded, or weights are missing or have another shape.
     """
@@ -131,9 +130,9 @@ def load_from_file(kind: Any, key: str, file: Path, config: dict[str, Any], dtyp
 
 
 def weights_sample(folder: Path, dtype: str) -> str | None:
-    """xxh3-128, in hex, of the first row of each tensor in a folder, in the dtype of its use; None if unreadable.
+    """xxh3-128, in hex, of the first row of each tensor in a folder, in `dtype`; None if unreadable.
 
-    It distinguishes weights of the same model without reading all: any training changes most tensors.
+    It distinguishes weights of the same model without reading all, since any training changes most tensors.
     """
     rows: dict[str, torch.Tensor] = {}
     try:

@@ -23,7 +23,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FrozenEncoders:
-    """A VAE and text encoders, in eval mode, without gradients, with random weights, in CPU memory."""
+    """A VAE and text encoders with random weights, in eval mode, without gradients, in CPU memory."""
 
     def __init__(self, spec: OnlineEncoders) -> None:
         self.spec = spec
@@ -51,7 +51,7 @@ class FrozenEncoders:
         return list(self._text)
 
     def clips(self) -> dict[str, nn.Module]:
-        """The CLIP encoders, by their names in a pipeline, which has them first."""
+        """The CLIP encoders, by their names in a pipeline, where they come first."""
         found = [each for each in self._text if is_clip(each)]
         return {f"text_encoder_{i}" if i > 1 else "text_encoder": each for i, each in enumerate(found, 1)}
 
@@ -60,7 +60,7 @@ class FrozenEncoders:
         return [tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers())]
 
     def encode(self, pixels: torch.Tensor, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> EncodedBatch:
-        """Encode pixels [B, 3, (F,) H, W] uint8, and (ids, mask) [B, T] int64 of each text encoder, on their device."""
+        """Encode pixels [B, 3, (F,) H, W] uint8, and (ids, mask) [B, T] int64 for each text encoder, on its device."""
         return EncodedBatch(self.latents(pixels), *self.texts(tokens))
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ class FrozenEncoders:
         return encode_latents(self._vae, to_unit_range(pixels).to(self._vae.dtype)).float()
 
     def texts(self, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Texts:
-        """The text encoders' states, mask and extras, as in Encoded."""
+        """The states, mask and extras of the text encoders, as in EncodedBatch."""
         texts: list[tuple[torch.Tensor, torch.Tensor]] = []
         pooled: list[torch.Tensor] = []
         extras: dict[str, torch.Tensor] = {}
@@ -102,7 +102,7 @@ def _frozen(module: nn.Module, dtype: str) -> Any:
 def _read(
     spec: TextEncoderSpec, model: nn.Module, ids: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """Hidden states [B, T, D] without the template (or [B, L T, D] of layers in rows), mask, pooled vector [B, D]."""
+    """Hidden states [B, T, D] without the template ([B, L T, D] for layers in rows), mask, and pooled vector [B, D]."""
     found = model(input_ids=ids, attention_mask=mask, output_hidden_states=bool(spec.layers))
     states = pooled = None
     if spec.gives != "states":  # models with a projection name the pooled vector text_embeds
@@ -129,7 +129,7 @@ def _own(spec: TextEncoderSpec) -> slice:
 
 
 def _joined(texts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """One sequence from those of all encoders, as in OnlineEncoders."""
+    """One sequence from the sequences of all encoders, as in OnlineEncoders."""
     if not texts:
         return None, None
     parts = [list(group) for _, group in groupby(texts, key=lambda text: text[1].shape[1])]

@@ -18,7 +18,7 @@ _SIZES = {"fp32": 4, "bf16": 2}
 
 
 def weights_bytes(folder: Path, dtype: str) -> int | None:
-    """Bytes of the weights in a folder, or file, after loading in a dtype; None if they cannot be read."""
+    """Bytes of the weights in a folder or file, loaded in a dtype; None if they cannot be read."""
     sizes = []
     try:
         for file in weight_files(folder, *WEIGHTS)[0]:
@@ -31,14 +31,14 @@ def weights_bytes(folder: Path, dtype: str) -> int | None:
 
 
 def _itemsize(stored: str, dtype: str) -> int:
-    """Bytes of a value of safetensors' dtype `stored`. Floats are loaded in `dtype`."""
+    """Bytes of a value that safetensors has in dtype `stored`. Floats are loaded in `dtype`."""
     if stored.startswith(("F", "BF")):
         return _SIZES[dtype]
     return {"BOOL": 1}.get(stored) or int(stored[1:]) // 8
 
 
 class HostWeights(Strict):
-    """Bytes of the weights of text encoder, VAE and image encoder: 0 if the run has none, None if unknown."""
+    """Bytes of the weights of text encoder, VAE and image encoder; 0 if the run has none, None if unknown."""
 
     text_encoder: Natural | None
     vae: Natural | None
@@ -77,7 +77,7 @@ def host_weights(encoders: EncodersConfig) -> HostWeights:
 
 
 def text_bytes(text: TextEncoderConfig) -> int | None:
-    """Bytes of all text encoders of a run; None if they have no folder, or it cannot be read."""
+    """Bytes of all text encoders of a run; None without a folder, or if it cannot be read."""
     if text.pipeline is None:
         return None if text.path is None else weights_bytes(text.path, text.dtype)
     try:

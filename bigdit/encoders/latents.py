@@ -1,4 +1,4 @@
-"""Images to the pixels of their buckets, and a VAE's encodings to normalised latents."""
+"""Fits images to the pixels of their buckets, and encodes pixels to normalised latents by a VAE."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Color = Literal["rgb", "gray"]
 
 
 def nearest_bucket(height: int, width: int, buckets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The bucket [(frames,) height, width] with the nearest aspect ratio on a log scale, and then the nearest area."""
+    """The bucket [(frames,) height, width] with the nearest aspect ratio, then with the nearest area, in logarithms."""
 
     def distance(bucket: tuple[int, ...]) -> tuple[float, float]:
         high, wide = bucket[-2:]
@@ -55,17 +55,17 @@ def bucket_pixels(
     image: Image.Image | Iterable[Image.Image], buckets: Sequence[tuple[int, ...]], color: Color, fit: Fit = CENTRED
 ) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
     """The bucket [height, width] of a decoded image (RGB or L, upright), or [frames, height, width] of a video, and its
-    pixels: uint8 [C, H, W], or [C, F, H, W].
+    pixels: uint8 [C, H, W] or [C, F, H, W].
 
-    The longer side is cropped as `fit` says. Pixels of an image of the bucket's size do not change. A video gets the
-    longest bucket that it fills, an image one of one frame; of several, the nearest aspect ratio decides. Frames are
-    resized one by one. Raises Unusable if all buckets have more frames, or the image is too small for `fit`.
+    The longer side is cropped as `fit` says. An image of the bucket's size does not change. A video gets a bucket with
+    the most frames that it fills, an image one with one frame. Among these, the nearest aspect ratio decides. Frames
+    are resized one by one. Raises Unusable if all buckets have more frames, or the image is too small for `fit`.
     """
     frames = iter([image] if isinstance(image, Image.Image) else image)
     first = next(frames, None)
     if first is None:
         raise Unusable("video without frames")
-    buckets = _within(first.size, buckets, fit)
+    buckets = _filled_buckets(first.size, buckets, fit)
     nearest = {  # by frames
         count: nearest_bucket(first.height, first.width, [each for each in buckets if frames_of(each) == count])
         for count in sorted({frames_of(each) for each in buckets})
@@ -75,7 +75,7 @@ def bucket_pixels(
     for frame in itertools.islice(itertools.chain([first], frames), max(nearest)):
         found += 1
         for size, pixels in fitted.items():
-            pixels.append(_fitted(frame, size, color, fit.crop_at))
+            pixels.append(_crop(frame, size, color, fit.crop_at))
     count = max((count for count in nearest if count <= found), default=None)
     if count is None:
         raise Unusable(f"video of {found} frames at data.fps; the shortest bucket has {min(nearest)}")
@@ -85,8 +85,8 @@ def bucket_pixels(
 
 
 def mask_latents(sample: Sample, bucket: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    """The mask of an image in its bucket, bf16 [H, W] of latents of `shape`: the mean of its pixels, from 0 to 1. Ones
-    without a mask."""
+    """The mask of an image in its bucket, for latents of `shape`: bf16 [H, W], the mean of its pixels from 0 to 1. All
+    ones for an image without a mask."""
     if sample.mask is None:
         return torch.ones(shape[-2:], dtype=torch.bfloat16)
     _, pixels = bucket_pixels(sample.mask, [bucket], "gray", sample.fit)
@@ -95,10 +95,10 @@ def mask_latents(sample: Sample, bucket: tuple[int, ...], shape: tuple[int, ...]
 
 
 def fill_mask(sample: Sample, bucket: tuple[int, ...], seed: int) -> torch.Tensor:
-    """What of an image in its bucket is to be painted, fp32 [1, H, W] of 0 and 1: where its mask is white, or within a
-    rectangle or an ellipse drawn by `seed`.
+    """Which pixels of an image in its bucket are painted, fp32 [1, H, W] of 0 and 1.
 
-    Source: diffusers' FluxFillPipeline, and random_mask of its train_dreambooth_inpaint.py.
+    They are white in its mask. Without a mask they are in a rectangle or an ellipse drawn by `seed`. Source: diffusers'
+    FluxFillPipeline, and random_mask of its train_dreambooth_inpaint.py.
     """
     if sample.mask is not None:
         return binary(bucket_pixels(sample.mask, [bucket], "gray", sample.fit)[1])
@@ -113,12 +113,12 @@ def fill_mask(sample: Sample, bucket: tuple[int, ...], seed: int) -> torch.Tenso
 
 
 def binary(mask: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """1 where a mask is white, else 0: from half on, as diffusers' VaeImageProcessor."""
+    """1 where a mask is at least half white, else 0, as in diffusers' VaeImageProcessor."""
     return torch.from_numpy(mask >= 128).float()
 
 
-def _within(size: tuple[int, int], buckets: Sequence[tuple[int, ...]], fit: Fit) -> Sequence[tuple[int, ...]]:
-    """The buckets that an image of `size` fills without more enlargement than `fit` allows."""
+def _filled_buckets(size: tuple[int, int], buckets: Sequence[tuple[int, ...]], fit: Fit) -> Sequence[tuple[int, ...]]:
+    """The buckets that do not enlarge an image of `size` more than `fit` allows. Raises Unusable without one."""
     width, height = size
     if min(size) < fit.min_side:
         raise Unusable(f"image of {width} × {height} pixels; data.min_side is {fit.min_side}")
@@ -134,8 +134,8 @@ def _within(size: tuple[int, int], buckets: Sequence[tuple[int, ...]], fit: Fit)
     )
 
 
-def _fitted(image: Image.Image, size: tuple[int, ...], color: Color, at: float) -> npt.NDArray[np.uint8]:
-    """[C, H, W]."""
+def _crop(image: Image.Image, size: tuple[int, ...], color: Color, at: float) -> npt.NDArray[np.uint8]:
+    """The pixels [C, H, W] of an image, resized and cropped."""
     mode = "L" if color == "gray" else "RGB"
     fitted = ImageOps.fit(image.convert(mode), (size[1], size[0]), Image.Resampling.LANCZOS, centering=(at, at))
     pixels = np.asarray(fitted)
@@ -158,15 +158,17 @@ _ONE_BY_ONE = ("AutoencoderKLHunyuanVideo15",)
 
 
 def one_by_one(vae: Any) -> Any:
-    """The VAE; if its class cannot encode batches, it is set to encode samples one by one."""
+    """The VAE. If its class cannot encode batches, it is set to encode samples one by one."""
     if type(vae).__name__ in _ONE_BY_ONE:
         vae.enable_slicing()
     return vae
 
 
 def frames_a_latent(vae: Any) -> int:
-    """Frames of one latent frame after the first, which has its own. Source: each VAE's class in diffusers 0.42.1.
-    Wan's and Qwen-Image's classes do not read other keys of their configs."""
+    """Frames of a latent frame after the first one, which is one frame.
+
+    Source: each VAE's class in diffusers 0.42.1. Wan's and Qwen-Image's classes read no other keys of their configs.
+    """
     halved = vae.config.get("temperal_downsample")
     if halved is not None:
         return int(2 ** sum(halved))
@@ -175,7 +177,7 @@ def frames_a_latent(vae: Any) -> int:
 
 @dataclass(frozen=True)
 class Normalisation:
-    """latents = (z − mean) × scale / deviation, over the channels of z, or of its patches with `patch` a side."""
+    """latents = (z − mean) × scale / deviation, over the channels of z, or of its patches of `patch` × `patch`."""
 
     mean: float | torch.Tensor
     scale: float = 1.0
@@ -199,13 +201,13 @@ class Normalisation:
         return self._whole(channels / self.scale + _like(self.mean, channels))
 
     def as_condition(self, z: torch.Tensor) -> torch.Tensor:
-        """The latents of z as in image-to-video pipelines: they multiply by 1 / deviation, which rounds differently."""
+        """The latents of z as in image-to-video pipelines, which multiply by 1 / deviation. This rounds differently."""
         if self.deviation is None:
             return self.apply(z)
         return (z - _like(self.mean, z)) * _like(1.0 / self.deviation, z)
 
     def described(self) -> dict[str, Any]:
-        """Its numbers, with channels in the VAE's order."""
+        """Its numbers as JSON, with channels in the VAE's order."""
         mean = self.mean.tolist() if isinstance(self.mean, torch.Tensor) else self.mean
         deviation = {} if self.deviation is None else {"latents_std": self.deviation.tolist()}
         return {"scaling_factor": self.scale, "shift_factor" if isinstance(mean, float) else "latents_mean": mean} | (
@@ -253,11 +255,11 @@ _FIRST_MASKS = {"AutoencoderKLCogVideoX": 0, "AutoencoderKLHunyuanVideo15": 1, "
 
 
 def first_mask(vae: Any) -> int | None:
-    """The channels of a first frame's mask, for VAEs that encode the frame alone, before zeros; None for others. These
-    encode a video of zeros after it, as Wan 2.1's does, and the mask has as many channels as a latent has frames.
+    """The channels of a first frame's mask, for VAEs that encode the frame alone; None for others.
 
-    Source: diffusers 0.42.1, prepare_latents, or prepare_cond_latents_and_mask, of the families' image-to-video
-    pipelines. Wan 2.2 5B's, whose VAE is residual, has expand_timesteps.
+    The others, such as Wan 2.1's, encode the frame with a video of zeros after it. Then the mask has as many channels
+    as a latent has frames. Source: diffusers 0.42.1, prepare_latents or prepare_cond_latents_and_mask of the families'
+    image-to-video pipelines. Wan 2.2 5B's, whose VAE is residual, has expand_timesteps.
     """
     return _FIRST_MASKS.get(type(vae).__name__, 0 if vae.config.get("is_residual") else None)
 
@@ -296,7 +298,7 @@ def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     image = z.dim() == 4 and type(vae).__name__ in VIDEO_VAES
     if image:
         z = z.unsqueeze(2)
-    # LTX decoders from 0.9.1 on take the latents' noise level: 0, LTXPipeline's default.
+    # LTX decoders from 0.9.1 on take the noise level of the latents, which is 0 by default in LTXPipeline.
     noise = (z.new_zeros(len(z)),) if vae.config.get("timestep_conditioning") else ()
     pixels: torch.Tensor = vae.decode(z, *noise).sample
     return pixels.squeeze(2) if image else pixels
@@ -309,5 +311,5 @@ def _encoded(vae: Any, pixels: torch.Tensor) -> tuple[Any, bool]:
 
 
 def _like(values: float | torch.Tensor, z: torch.Tensor) -> float | torch.Tensor:
-    """A number, or one value a channel, in a shape for z, in its dtype and on its device."""
+    """A number as it is, or one value a channel in a shape that fits z, in its dtype and on its device."""
     return values.view(1, -1, *(1 for _ in z.shape[2:])).to(z) if isinstance(values, torch.Tensor) else values

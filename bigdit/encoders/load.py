@@ -1,7 +1,7 @@
-"""Loads the encoders of a run. If a GPU does not hold all, they take turns on it.
+"""Loads the encoders of a run. If they do not fit on a GPU together, they take turns on it.
 
-Source of what image-to-video models take of first frames: diffusers 0.42.1, WanImageToVideoPipeline: prepare_latents,
-encode_image; HunyuanVideo15ImageToVideoPipeline: prepare_cond_latents_and_mask, _get_image_embeds.
+Source of how first frames are encoded: diffusers 0.42.1, WanImageToVideoPipeline: prepare_latents, encode_image;
+HunyuanVideo15ImageToVideoPipeline: prepare_cond_latents_and_mask, _get_image_embeds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CPU = torch.device("cpu")
 
 
 class Turn(Protocol):
-    """Calls a function that uses some encoders, while they are on their device."""
+    """Calls a function that uses encoders while they are on their device."""
 
     def __call__(self, run: Callable[[], R], /) -> R: ...
 
@@ -64,15 +64,15 @@ class HasModules(Protocol):
     def modules(self) -> list[nn.Module]: ...
 
 
-E = TypeVar("E", bound=HasModules | None)
+E = TypeVar("E", bound=HasModules)
 
 
 @dataclass
 class EncoderSide:
-    """Encoders that are on the device together. For out-of-memory errors: `title`, their name, and `less`, the fix."""
+    """Encoders that are on the device together. For out-of-memory errors: `title`, their name, and `fix`."""
 
     title: str
-    less: str
+    fix: str
     modules: list[nn.Module] = field(default_factory=list)
 
     @property
@@ -87,8 +87,8 @@ class EncoderSide:
 
 
 class Turns:
-    """The sides of one process. All are on `device` until memory runs out. From then on, only the side in use is there,
-    and the others are in CPU memory. `note` is called when that begins."""
+    """The sides of one process. All are on `device` until memory runs out. Then `note` is called, and from then on only
+    the side in use is on the device. The others are in CPU memory."""
 
     def __init__(self, device: torch.device, sides: Sequence[EncoderSide], note: Callable[[str], None]) -> None:
         self._device, self._sides, self._note = device, sides, note
@@ -96,17 +96,18 @@ class Turns:
         self._here: EncoderSide | None = None
 
     def load(self, side: EncoderSide, load: Callable[[], E]) -> E:
-        """Load encoders of a side in its turn. Raises UserError if the device does not hold them alone."""
+        """Load an encoder of a side in its turn. Raises UserError if this side does not fit even alone."""
         encoder: E = self._run(side, load)
-        side.modules += [] if encoder is None else encoder.modules()
+        side.modules += encoder.modules()
         return encoder
 
     def of(self, side: EncoderSide) -> Turn:
-        """The turn of a side. It raises UserError if memory does not suffice for this side alone."""
+        """The turn of a side. It raises UserError if this side does not fit even alone."""
         return partial(self._run, side)
 
     def _run(self, side: EncoderSide, run: Callable[[], R], /) -> R:
-        if not self._apart and self._device.type != "cpu" and any(other.modules for other in self._others(side)):
+        others = [other for other in self._sides if other is not side]
+        if not self._apart and self._device.type != "cpu" and any(other.modules for other in others):
             result = _attempt(run)
             if result is not None:
                 return result[0]
@@ -114,24 +115,23 @@ class Turns:
             self._note(self._message())
         if self._apart and self._here is not side:
             self._clear()
-        with memory_errors(side.title, self._device, side.less):
+        with memory_errors(side.title, self._device, side.fix):
             if self._apart and self._here is not side:
                 side.to(self._device)
                 self._here = side
             return run()
 
     def _clear(self) -> None:
-        """Move all sides to CPU memory. The next side moves too: its small weights lie between others, and would hold
-        torch's segments. Raises UserError if CPU memory runs out."""
+        """Move all sides to CPU memory. Raises UserError if CPU memory runs out.
+
+        The next side moves too. Otherwise its small weights would keep torch from freeing whole segments.
+        """
         for each in self._sides:
             with memory_errors(f"{each.title} that waits for its turn in CPU memory", _CPU, "use fewer workers"):
                 each.to(_CPU)
         gc.collect()  # tensors of the failed attempt
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    def _others(self, side: EncoderSide) -> list[EncoderSide]:
-        return [other for other in self._sides if other is not side]
 
     def _message(self) -> str:
         waiting = gib(max(side.nbytes for side in self._sides))
@@ -142,7 +142,7 @@ class Turns:
 
 
 def _attempt(run: Callable[[], R]) -> tuple[R] | None:
-    """The result; None if memory ran out. The error, which holds allocated tensors, is dropped here."""
+    """The result; None if memory ran out. Drops the error, since it keeps tensors allocated."""
     try:
         return (run(),)
     except OneIsTooMuch:
@@ -153,13 +153,13 @@ def _attempt(run: Callable[[], R]) -> tuple[R] | None:
         return None
 
 
-_LESS = "use smaller data.buckets, encoders.image.dtype: bf16, encoders.image.tiling or fewer workers"
+_IMAGE_FIX = "use smaller data.buckets, encoders.image.dtype: bf16, encoders.image.tiling or fewer workers"
 
 
 @dataclass(frozen=True)
 class Encoders:
-    """The encoders of a run and their device. `text` is None if images have classes. `first_frame` is for
-    image-to-video models."""
+    """The encoders of a run and their device. `text`: None if images have classes. `first_frame`: for image-to-video
+    models. `of_images`: the turn of image and first_frame."""
 
     image: ImageCodec
     text: TextEncoder | None
@@ -171,26 +171,26 @@ class Encoders:
 def load_encoders(
     config: EncodersConfig, worker: int = 0, note: Callable[[str], None] = log.notice, references: int = 0
 ) -> Encoders:
-    """The encoders of the `worker`-th process of this machine, for samples with `references`. Texts are cached in CPU
-    memory.
+    """The encoders of the `worker`-th process of this machine, for samples with `references`.
 
-    If the device does not hold all, they take turns, and `note` is called: text encodes in its own turn; `of_images`
-    calls what uses image and first_frame. Raises UserError if encoders cannot be loaded.
+    Texts are cached in CPU memory. If the encoders do not fit on the device together, they take turns, and `note` is
+    called. Raises UserError if they cannot be loaded.
     """
     device = encoding_device(config.device, worker)
     size = captions = CPU_BATCH if config.batch_size == "auto" else config.batch_size
     if config.batch_size == "auto" and device.type == "cpu":
-        # This is as fast on one core (benchmarks/README.md). Matrix products of other shapes round differently: alone,
+        # This is as fast on one core (benchmarks/README.md). Matrix products of other shapes round differently. Alone,
         # a caption has the same bytes in any part, so any split of the work gives the same store.
         captions = 1
-    texts, images = _text_side(config.text, device), EncoderSide("encoders.image", _LESS)
+    texts, images = _text_side(config.text, device), EncoderSide("encoders.image", _IMAGE_FIX)
     turns = Turns(device, (texts, images), note)
-    text = None
-    if (asked := config.text) is not None:
-        encoder = turns.load(texts, lambda: load_text_encoder(asked, device, captions, references))
+    text = frames = None
+    if (text_config := config.text) is not None:
+        encoder = turns.load(texts, lambda: load_text_encoder(text_config, device, captions, references))
         text = TextCache(encoder, turn=turns.of(texts))
     image = turns.load(images, lambda: load_image_codec(config.image, device, size))
-    frames = turns.load(images, lambda: load_first_frames(config.first_frame, image, device))
+    if (first := config.first_frame) is not None:
+        frames = turns.load(images, lambda: FirstFrames(first, image, device))
     return Encoders(image, text, device, frames, turns.of(images))
 
 
@@ -221,10 +221,9 @@ def load_image_codec(
 def load_text_encoder(
     config: TextEncoderConfig, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH, references: int = 0
 ) -> TextEncoder:
-    """The text encoder of a run, on `device`, with batches of at most `batch_size` captions of samples with
-    `references`.
+    """The text encoder of a run, on `device`, with batches of at most `batch_size` captions.
 
-    Raises UserError if it cannot be loaded.
+    `references`: how many images come before an edit. Raises UserError if it cannot be loaded.
     """
     # transformers and diffusers take seconds to import.
     if config.pipeline is not None:
@@ -244,23 +243,24 @@ def load_text_encoder(
 
 _FIRST_FRAME = "encoders.first_frame.pipeline"
 _SIGLIP = "SiglipVisionModel"
-"""The image encoder whose last states models take; of CLIP's they take those before its last layer."""
+"""Models take the last states of this image encoder. Of CLIP they take the states before its last layer."""
 
 
 class FirstFrames:
     """Encodes first frames of videos for a store, in bf16."""
 
     def __init__(self, config: FirstFrameConfig, codec: ImageCodec, device: torch.device) -> None:
+        """Load the image encoder, if there is one. Raises UserError if it cannot be loaded."""
         self._config, self._codec, self._device = config, codec, device
         self.mask, self.color = codec.first_mask, codec.color
         self._encoder: Any = None
         self._processor: Any = None
         if config.pipeline is not None:
-            self._encoder, self._processor = self._loaded(config.pipeline)
+            self._encoder, self._processor = self._load(config.pipeline)
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """As StoreSchema.first_frame: channels of the mask, and the image encoder, with digests of its weights."""
+        """As StoreSchema.first_frame: channels of the mask, and the image encoder with digests of its weights."""
         if self._encoder is None or self._config.pipeline is None:
             return {"mask": self.mask}
         folder = self._config.pipeline / IMAGE_ENCODER
@@ -278,11 +278,11 @@ class FirstFrames:
         }
 
     def modules(self) -> list[nn.Module]:
-        """The image encoder, if any. The codec's modules are its own."""
+        """The image encoder, if any. The modules of the codec belong to the codec."""
         return [] if self._encoder is None else [self._encoder]
 
     def encode(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Latents [B, C, f, h, w] and embeddings [B, tokens, dim], by name, of videos uint8 [B, 1 or 3, F, H, W] or of
+        """By name, latents [B, C, f, h, w] and embeddings [B, tokens, dim] of videos uint8 [B, 1 or 3, F, H, W], or of
         images without F."""
         videos = pixels.unsqueeze(2) if pixels.dim() == 4 else pixels
         found = {FIRST_FRAME: self._codec.encode_first(to_unit_range(videos))}
@@ -292,7 +292,7 @@ class FirstFrames:
 
     @torch.no_grad()
     def _embeds(self, videos: torch.Tensor) -> torch.Tensor:
-        """Encode one by one, so a frame has the same bytes in any batch."""
+        """Encode frames one by one, so a frame has the same bytes in any batch."""
         rows = []
         for video in videos:
             image = Image.fromarray(video[:, 0].permute(1, 2, 0).expand(-1, -1, 3).contiguous().numpy())
@@ -303,8 +303,8 @@ class FirstFrames:
                 rows.append(self._encoder(**given, output_hidden_states=True).hidden_states[-2])
         return torch.cat(rows)
 
-    def _loaded(self, folder: Path) -> tuple[Any, Any]:
-        """Image encoder and processor of the pipeline's folder."""
+    def _load(self, folder: Path) -> tuple[Any, Any]:
+        """The image encoder and processor in the folder of a pipeline."""
         from bigdit.encoders.components import load_part, read_index  # transformers takes seconds to import
 
         index = read_index(_FIRST_FRAME, folder)
@@ -318,13 +318,8 @@ class FirstFrames:
         return parts[0], parts[1]
 
 
-def load_first_frames(config: FirstFrameConfig | None, codec: ImageCodec, device: torch.device) -> FirstFrames | None:
-    """The encoder of first frames, if the run has one. Raises UserError if it cannot be loaded."""
-    return None if config is None else FirstFrames(config, codec, device)
-
-
 def encoding_device(asked: Literal["auto", "cpu", "cuda"], worker: int = 0) -> torch.device:
-    """The device of the `worker`-th process of this machine: one of its GPUs, or the CPU if auto finds none.
+    """The device of the `worker`-th process of this machine: one of its GPUs, or the CPU if auto finds no GPU.
 
     Raises UserError if GPUs are required and there are none.
     """
@@ -337,13 +332,13 @@ def encoding_device(asked: Literal["auto", "cpu", "cuda"], worker: int = 0) -> t
 
 
 CAPACITY_BYTES = 256 * 2**20
-"""About 500 captions of Sana (103 × 2304 in bf16 on average), or 90 of Stable Diffusion 3 (333 × 4096)."""
+"""Enough for about 500 captions of Sana (103 × 2304 in bf16 on average), or 90 of Stable Diffusion 3 (333 × 4096)."""
 
 
 class TextCache:
-    """An encoder with a cache of its texts in CPU memory, in `dtype`, of at most `capacity_bytes`.
+    """An encoder that caches its texts in CPU memory, in `dtype`, up to `capacity_bytes`.
 
-    The least recently used texts are dropped. The encoder runs in its `turn`.
+    Drops the least recently used texts. The encoder runs in its `turn`.
     """
 
     def __init__(
@@ -364,19 +359,18 @@ class TextCache:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The encoder's."""
+        """That of the encoder."""
         return self._encoder.identity
 
     def modules(self) -> list[nn.Module]:
-        """The encoder's."""
+        """Those of the encoder."""
         return self._encoder.modules()
 
     def encode(self, captions: Sequence[str], kept: Keep = as_it_is, images: Images = ()) -> list[Text]:
-        """The texts of captions. Each distinct caption that is not cached is encoded once. Texts with `images` are not
-        cached: they are those of one sample."""
+        """The texts of captions. Encodes each distinct caption that is not cached once. Texts with `images` belong to
+        one sample, and are not cached."""
         if images:
-            seen = self._turn(lambda: self._encoder.encode(captions, self._to_cpu, images))
-            return [kept(text) for text in seen]
+            return [kept(text) for text in self._turn(lambda: self._encoder.encode(captions, self._to_cpu, images))]
         distinct = list(dict.fromkeys(captions))
         unknown = [caption for caption in distinct if caption not in self._cached]
         encoded = self._turn(lambda: self._encoder.encode(unknown, self._to_cpu)) if unknown else []
@@ -387,14 +381,14 @@ class TextCache:
         return [kept(texts[caption]) for caption in captions]
 
     def null(self) -> Text:
-        """The encoder's."""
+        """The null text of the encoder."""
         return self._to_cpu(self._turn(self._encoder.null))
 
     def _to_cpu(self, text: Text) -> Text:
         return text.to("cpu", self._dtype)
 
     def _add(self, caption: str, text: Text) -> None:
-        """Put the text last, and drop the first until all fit."""
+        """Put the text last, and drop the first ones until all fit."""
         if caption not in self._cached:
             self.nbytes += text.nbytes
         self._cached[caption] = text

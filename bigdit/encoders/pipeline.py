@@ -46,7 +46,7 @@ class PipelineTextEncoder:
         self._longest = self._length_asked(config.max_tokens)
         # The number of stored states (layers times tokens) shows only at the whole length.
         length = self._longest if self._recipe.padding == "kept" and self._recipe.streams else _PROBE
-        given = self._of_no_caption(length)
+        given = self._encode_empty(length)
         probe = texts_of(self._recipe, given)[0]
         self._probed = {name: limit for name, (_, limit) in self._calls.lengths([""]).items()}
         self._dropped = self._template_dropped(probe)
@@ -64,6 +64,7 @@ class PipelineTextEncoder:
     def identity(self) -> dict[str, Any]:
         """Everything that changes the texts, with digests of the weights."""
         instruction = self._arguments.get("complex_human_instruction")
+        streams = {name: {"max_tokens": most, "dim": dim} for name, (most, dim) in self.streams.items()}
         return {
             "class_name": self._class_name,
             "components": describe(self._config, self._folder, self._pipeline),
@@ -73,13 +74,13 @@ class PipelineTextEncoder:
             _LENGTH: self._longest or None,
             "dim": self.dim,
             "pooled_dim": self.pooled_dim,
-            **({"streams": self._described_streams()} if self.streams else {}),
+            **({"streams": streams} if streams else {}),
             **({"complex_human_instruction": "\n".join(instruction)} if instruction else {}),
             **({"clean_caption": True} if self._arguments.get("clean_caption") else {}),
             **{name: list(self._pipeline.config[name]) for name in self._recipe.settings},
         }
 
-    def _of_no_caption(self, length: int) -> dict[str, Any]:
+    def _encode_empty(self, length: int) -> dict[str, Any]:
         """The returned values for the empty caption. Raises UserError if the parts do not fit together."""
         try:
             return self._returned(self._recipe, [""], length)
@@ -101,12 +102,12 @@ class PipelineTextEncoder:
         return {name: parts[name] for name in sorted(parts) if is_clip(parts[name])}
 
     def encode(self, captions: Sequence[str], kept: Keep = as_it_is, images: Images = ()) -> list[Text]:
-        """The texts of captions in the encoders' dtype, without padding that the transformer does not see."""
+        """The texts of captions in the dtype of the encoders, without padding that the transformer does not see."""
         tokens = self._count_tokens(captions)
 
         def encode(places: Sequence[int]) -> list[Text]:
             longest = max(tokens[place] for place in places)
-            return self._fitted([captions[place] for place in places], longest + self._template_tokens + 1)
+            return self._encode([captions[place] for place in places], longest + self._template_tokens + 1)
 
         return encode_by_length(captions, tokens, self._size, encode, kept)
 
@@ -116,13 +117,13 @@ class PipelineTextEncoder:
             return self.encode([""])[0]
         return self._call([""], self._longest, prefix="null_", do_classifier_free_guidance=True)[0]
 
-    def _fitted(self, captions: list[str], length: int) -> list[Text]:
+    def _encode(self, captions: list[str], length: int) -> list[Text]:
         """Encode captions padded and cut to about `length`, or to the pipeline's own length if padding matters.
 
-        Templates and cleaning change the number of tokens. So a caption that fills the whole length may have been cut,
-        and is encoded again at twice the length.
+        Templates and cleaning change the number of tokens. So a caption that fills the whole length may have been cut.
+        Then all are encoded again at twice the length.
         """
-        length = min(self._recipe.taken(length), self._longest) if self._recipe.fits else self._longest
+        length = min(self._recipe.allowed(length), self._longest) if self._recipe.fits else self._longest
         while True:
             texts = self._call(captions, length)
             if length == self._longest or max(len(text.states) for text in texts) < length:
@@ -130,7 +131,7 @@ class PipelineTextEncoder:
             length = min(2 * length, self._longest)
 
     def _call(self, captions: list[str], length: int, prefix: str = "", **arguments: bool) -> list[Text]:
-        """Texts by `encode_prompt` of captions padded to `length`. `prefix` selects the returned values."""
+        """The texts that `encode_prompt` gives for captions padded to `length`. `prefix` selects returned values."""
         texts = texts_of(self._recipe, self._returned(self._recipe, captions, length, **arguments), prefix)
         lengths = self._lengths(self._recipe, captions, length)
         for name, recipe in self._recipe.separate.items():
@@ -165,35 +166,32 @@ class PipelineTextEncoder:
         return limit, MAX_TOKENS if limit == length or limit != self._probed.get(name, limit) else None
 
     def _template_dropped(self, empty: Text) -> int:
-        """The number of template tokens whose states the pipeline drops, from the text of the empty caption."""
+        """The number of template tokens whose states the pipeline drops. `empty`: the text of the empty caption."""
         tokens, _ = self._calls.lengths([""]).get("tokenizer", (None, None))
         return max(tokens[0] - len(empty.states), 0) if tokens else 0
 
     def _returned(self, recipe: EncodingRecipe, captions: list[str], length: int, **arguments: bool) -> dict[str, Any]:
         """The values that `encode_prompt` returns, by name, as `by_name`."""
-        asked = self._arguments | dict(recipe.asks) | arguments
-        if _LENGTH in asked:
-            asked[_LENGTH] = length
-        if "batch_size" in asked:
-            asked["batch_size"] = len(captions)
+        all_arguments = self._arguments | dict(recipe.arguments) | arguments
+        if _LENGTH in all_arguments:
+            all_arguments[_LENGTH] = length
+        if "batch_size" in all_arguments:
+            all_arguments["batch_size"] = len(captions)
         if recipe.length is not None:
             setattr(*self._length_place(recipe.length), length)
         self._calls.clear()
         # A copy, since ZImagePipeline writes its template into the list.
         with torch.set_grad_enabled(self.trained and torch.is_grad_enabled()):
-            returned = self._pipeline.encode_prompt(prompt=list(captions), **asked)
+            returned = self._pipeline.encode_prompt(prompt=list(captions), **all_arguments)
         return by_name(recipe, returned)
-
-    def _described_streams(self) -> dict[str, dict[str, int]]:
-        return {name: {"max_tokens": most, "dim": dim} for name, (most, dim) in self.streams.items()}
 
     @functools.cached_property
     def _template_tokens(self) -> int:
-        """The number of tokens around a caption: those of the empty one."""
-        return len(self._fitted([""], _PROBE)[0].states) if self._recipe.fits else 0
+        """The number of tokens around a caption, which is that of the empty caption."""
+        return len(self._encode([""], _PROBE)[0].states) if self._recipe.fits else 0
 
     def _count_tokens(self, captions: Sequence[str]) -> list[int]:
-        """The number of tokens of each caption without template. If it saves nothing, characters are counted."""
+        """The number of tokens of each caption without template, or of characters if tokens would save nothing."""
         if not self._recipe.fits or not captions:
             return [len(caption) for caption in captions]
         return [len(ids) for ids in self._pipeline.tokenizer(list(captions), add_special_tokens=False).input_ids]
@@ -211,11 +209,11 @@ class PipelineTextEncoder:
 
     def _check_length(self, max_tokens: int | None) -> None:
         """Raise UserError for a length that the pipeline does not support."""
-        taken = self._recipe.taken(self._longest)
-        if self._longest != taken:
+        allowed = self._recipe.allowed(self._longest)
+        if self._longest != allowed:
             raise UserError(
                 f"encoders.text.max_tokens is {max_tokens}, and {self._class_name} needs a multiple of "
-                f"{self._recipe.multiple}; nearest: {taken}"
+                f"{self._recipe.multiple}; nearest: {allowed}"
             )
         if max_tokens not in (None, self._longest or self.max_tokens):
             raise UserError(
@@ -250,8 +248,10 @@ def _arguments(pipeline: Any, device: torch.device) -> dict[str, Any]:
 
 
 def by_name(recipe: EncodingRecipe, returned: Sequence[Any]) -> dict[str, Any]:
-    """The returned values by the recipe's names, each [B, …]. Several layers [L, B, T, D] become [B, L T, D], and
-    joined ones [B, T, L, D] become [B, T, L D]."""
+    """The returned values by the names of the recipe, each [B, …].
+
+    Several layers [L, B, T, D] become [B, L T, D]. Joined layers [B, T, L, D] become [B, T, L D].
+    """
     given = dict(zip(recipe.gives, returned, strict=True))
     layers = {
         name: each.flatten(2) if recipe.joined else each.transpose(0, 1).flatten(1, 2)
@@ -262,13 +262,13 @@ def by_name(recipe: EncodingRecipe, returned: Sequence[Any]) -> dict[str, Any]:
 
 
 def shape_of(states: torch.Tensor) -> tuple[int, int]:
-    """The number of padded states of a caption, of [B, T, D], and their width."""
+    """(T, D) of states [B, T, D]."""
     _, tokens, dim = states.shape
     return tokens, dim
 
 
 def texts_of(recipe: EncodingRecipe, given: Mapping[str, Any], prefix: str = "") -> list[Text]:
-    """The texts of returned values, by the names that begin with `prefix`."""
+    """The texts in the returned values whose names begin with `prefix`."""
     texts = _sequences(given[f"{prefix}states"], given.get(f"{prefix}mask"), recipe.padding)
     pooled = given.get(f"{prefix}pooled")
     if pooled is not None:
@@ -281,7 +281,7 @@ def texts_of(recipe: EncodingRecipe, given: Mapping[str, Any], prefix: str = "")
 
 
 def with_streams(texts: Sequence[Text], streams: Mapping[str, Sequence[Text]]) -> list[Text]:
-    """The texts with further streams: by name, one for each text."""
+    """The texts with further streams. `streams`: by name, one for each text."""
     return [
         replace(text, streams={**text.streams, **{name: each[i] for name, each in streams.items()}})
         for i, text in enumerate(texts)
@@ -296,10 +296,10 @@ def _sequences(states: Any, mask: torch.Tensor | None, padding: Padding) -> list
         return [Text(each.clone()) for each in states]
     if padding != "kept":
         return [Text(each[shown.bool()]) for each, shown in zip(states, mask, strict=True)]
-    return [Text(each.clone(), unmasked=_shown(shown)) for each, shown in zip(states, mask, strict=True)]
+    return [Text(each.clone(), unmasked=_count_shown(shown)) for each, shown in zip(states, mask, strict=True)]
 
 
-def _shown(mask: torch.Tensor) -> int:
+def _count_shown(mask: torch.Tensor) -> int:
     """The number of states that a mask [T] shows. Raises UserError if they are not the first ones."""
     shown = int(mask.sum())
     if not mask[:shown].all():

@@ -1,5 +1,4 @@
-"""The interfaces of image codecs and text encoders, batches that shrink when memory runs out, and the identity
-codec."""
+"""Interfaces of image codecs and text encoders, batches that shrink when memory runs out, and the identity codec."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ CPU_BATCH = 16
 MAX_TOKENS = "encoders.text.max_tokens"
 """The key with the most tokens of a caption."""
 
-_PATIENCE = 8  # successful batches before a larger one is tried; doubles after each failure
+_PATIENCE = 8  # successful batches before a larger one is tried; doubles with each failure
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """An encoded micro-batch: latents [B, C, (F,) h, w] fp32; in the encoders' dtype text_embeds [B, T, D], text_mask
-    [B, T] and the extras."""
+    """An encoded micro-batch: latents [B, C, (F,) h, w] fp32; text_embeds [B, T, D], text_mask [B, T] and extras in the
+    dtype of the encoders."""
 
     latents: torch.Tensor
     text_embeds: torch.Tensor | None
@@ -45,9 +44,9 @@ class EncodedBatch:
 class ImageCodec(Protocol):
     """Turns pixels into latents and back.
 
-    `channels` of the latents; `first_mask`: those of a first frame's mask; `downsample`: pixels a side of one latent;
-    `temporal_downsample`: frames of one latent frame after the first, which has its own; `color` of the pixels;
-    `stored_dtype` of the latents; `batch_size`: images of one call.
+    `channels`: of latents. `first_mask`: channels of a first frame's mask. `downsample`: pixels on a side of a latent.
+    `temporal_downsample`: frames of a latent frame after the first one, which is one frame. `color`: of the pixels.
+    `stored_dtype`: of latents. `batch_size`: images of one call.
     """
 
     channels: int
@@ -60,7 +59,7 @@ class ImageCodec(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """A JSON object that differs between codecs with other latents."""
+        """A JSON object. It differs between codecs whose latents differ."""
         ...
 
     def modules(self) -> list[nn.Module]:
@@ -72,25 +71,26 @@ class ImageCodec(Protocol):
         ...
 
     def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
-        """The latents' shape [C, (f,) h, w] for a bucket [(frames,) height, width] in pixels. Video VAEs have a frame
-        for images too.
+        """The shape [C, (f,) h, w] of latents for a bucket [(frames,) height, width] in pixels.
 
-        Raises UserError if sides or frames do not divide.
+        Video VAEs have a frame for images too. Raises UserError if sides or frames do not divide.
         """
         ...
 
     def encode(self, pixels: torch.Tensor, indices: Sequence[int] = ()) -> torch.Tensor:
-        """Pixels [B, 1 or 3, (F,) H, W] fp32 in [-1, 1] to latents [B, C, (f,) h, w] fp32, or [B, 2, C, (f,) h, w] if
-        mean and standard deviation are stored. Only sampled latents need the source `indices`, as seeds."""
+        """Pixels [B, 1 or 3, (F,) H, W] fp32 in [-1, 1] to latents [B, C, (f,) h, w] fp32.
+
+        If mean and standard deviation are stored: [B, 2, C, (f,) h, w]. The source `indices` seed sampled latents.
+        """
         ...
 
     def encode_first(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Latents [B, C, f, h, w] fp32 of the first frames of pixels [B, 3, F, H, W] in [-1, 1], followed by zeros, for
-        image-to-video models. They are always the mode."""
+        """Latents [B, C, f, h, w] fp32 of the first frames of pixels [B, 3, F, H, W] in [-1, 1], for image-to-video
+        models. They are always the mode. Zeros follow the first frame."""
         ...
 
     def encode_mode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """As `encode`, but always the mode, for images that a sample is an edit of."""
+        """As `encode`, but always the mode, for the images before an edit."""
         ...
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ class ImageCodec(Protocol):
 
 
 class PixelCodec:
-    """The identity codec: pixel unshuffle by `factor` of each frame. Pixel shuffle inverts it exactly."""
+    """The identity codec: pixel unshuffle of each frame by `factor`. Pixel shuffle inverts it exactly."""
 
     stored_dtype = torch.float32
     first_mask = temporal_downsample = 1
@@ -146,18 +146,18 @@ def to_unit_range(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def masked_out(codec: ImageCodec, pixels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Latents of pixels [B, C, H, W] that are gray where the mask [B, 1, H, W] is 1, and in further channels the mask:
-    its pixels of each latent, row by row. bf16 [B, C + pixels a latent, h, w], in CPU memory.
+    """Latents of pixels [B, C, H, W] that are gray where the mask [B, 1, H, W] is 1, and the mask in further channels.
 
-    Source: diffusers 0.42.1, FluxFillPipeline.prepare_mask_latents, which draws from the VAE's distribution; this is
-    its mode.
+    Returns bf16 [B, C + pixels a latent, h, w] in CPU memory. The mask's channels are the pixels of a latent, row by
+    row. Source: diffusers 0.42.1, FluxFillPipeline.prepare_mask_latents, which samples from the VAE's distribution.
+    This is its mode.
     """
     latents = codec.encode_mode(pixels * (1 - mask)).to("cpu", torch.bfloat16)
     return torch.cat([latents, F.pixel_unshuffle(mask, codec.downsample).to(torch.bfloat16)], dim=1).contiguous()
 
 
 def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
-    """Pixels in [-1, 1] to uint8, clipped; the inverse of `to_unit_range`."""
+    """Pixels in [-1, 1] to uint8, clipped. This is the inverse of `to_unit_range`."""
     return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -167,7 +167,7 @@ def is_clip(module: nn.Module) -> bool:
 
 
 Keep = Callable[[Text], Text]
-"""A function that is applied to each text as soon as its batch is encoded."""
+"""A function for each text, called as soon as its batch is encoded."""
 
 
 def as_it_is(text: Text) -> Text:
@@ -176,13 +176,13 @@ def as_it_is(text: Text) -> Text:
 
 
 Images = Sequence[Sequence[Image.Image]]
-"""The images that each of some captions edits. They are read by encoders whose `Editor.seen` is set."""
+"""For each caption, the images that it edits. Encoders whose `Editor.seen` is set read them."""
 
 
 class TextEncoder(Protocol):
-    """Encodes captions. `dim` of the states, `pooled_dim` of the vector or None, `max_tokens` of a caption.
+    """Encodes captions. `dim`: of states. `pooled_dim`: of the vector, or None. `max_tokens`: of a caption.
 
-    `streams`: the most states, and their width, of each further text encoder, by name.
+    `streams`: [max_tokens, dim] of each further text encoder, by name.
     """
 
     dim: int
@@ -192,7 +192,7 @@ class TextEncoder(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """A JSON object that differs between encoders with other texts."""
+        """A JSON object. It differs between encoders whose texts differ."""
         ...
 
     def modules(self) -> list[nn.Module]:
@@ -200,7 +200,7 @@ class TextEncoder(Protocol):
         ...
 
     def encode(self, captions: Sequence[str], kept: Keep = as_it_is, images: Images = ()) -> list[Text]:
-        """The texts of captions, after `kept`. Without it they stay on the encoder's device. Encoders that read
+        """The texts of captions, each after `kept`, which may move it off the encoder's device. Encoders that read
         `images` need them."""
         ...
 
@@ -210,7 +210,7 @@ class TextEncoder(Protocol):
 
 
 def shapes_of(encoder: TextEncoder) -> dict[str, tuple[int, int]]:
-    """The most states, and their width, of the text itself and of each stream, as FeatureStore.text_shapes."""
+    """[max_tokens, dim] of the text itself and of each stream, as FeatureStore.text_shapes."""
     return {TEXT: (encoder.max_tokens, encoder.dim), **encoder.streams}
 
 
@@ -242,8 +242,7 @@ class BatchSize:
         return results
 
     def _attempt(self, encode: Callable[[Sequence[T]], Sequence[R]], batch: Sequence[T]) -> Sequence[R] | None:
-        """The results of `encode`, None if memory ran out. The error, which holds allocated tensors, is dropped
-        here."""
+        """The results of `encode`; None if memory ran out. Drops the error, since it keeps tensors allocated."""
         try:
             return encode(batch)
         except RuntimeError as error:
@@ -275,14 +274,11 @@ def encode_by_length(
     encode: Callable[[Sequence[int]], Sequence[Text]],
     kept: Keep = as_it_is,
 ) -> list[Text]:
-    """The texts of `captions` in order, after `kept`. `encode` gets places of captions with about as many `tokens`.
+    """The texts of `captions` in order, each after `kept`. `encode` gets places of captions with similar `tokens`.
 
-    So batches need little padding. The longest come first: if memory does not suffice, this shows at once.
+    So batches need little padding. The longest come first, so a lack of memory shows at once.
     """
-
-    def keep(places: Sequence[int]) -> list[Text]:
-        return [kept(text) for text in encode(places)]
-
     order = sorted(range(len(captions)), key=lambda place: (-tokens[place], captions[place]))
-    texts = dict(zip(order, size.map(keep, order), strict=True))
-    return [texts[place] for place in range(len(captions))]
+    texts = size.map(lambda places: [kept(text) for text in encode(places)], order)
+    by_place = dict(zip(order, texts, strict=True))
+    return [by_place[place] for place in range(len(captions))]

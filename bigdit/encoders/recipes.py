@@ -1,6 +1,6 @@
-"""What each diffusers pipeline's `encode_prompt` returns, and how it treats padding.
+"""What `encode_prompt` of each diffusers pipeline returns, and how it treats padding.
 
-Tokenizers, templates, layers and masks are the pipeline's own code. A recipe has only what its signature does not show.
+Tokenizers, templates, layers and masks are in the pipeline's own code. A recipe has what its signature does not show.
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ Padding = Literal["masked", "zeroed", "attended", "kept"]
 
 
 _OWN = ("-", "states", "mask", "pooled")
-"""The names in `Recipe.gives` that are no further texts."""
+"""The names in `EncodingRecipe.gives` that are no further texts."""
 
 
 @dataclass(frozen=True)
 class EncodingRecipe:
-    """`gives`: the names of the returned values, in order. `-` is ignored; `null_…` is of the unconditional text. Other
-    names than `states`, `mask` and `pooled` are further texts, with a mask `…_mask`, or stored whole.
+    """How to encode captions by a pipeline.
 
-    `padding`. masked: neither the text encoder nor the transformer sees it, by a mask, or there is none. zeroed: the
-    text encoder does not see it, and the transformer gets zeros. attended: only the text encoder sees it. kept: the
-    transformer sees it, even if there is a mask.
+    `gives`: the names of the returned values, in order. `-` is ignored. `null_…` is the unconditional text. Names other
+    than `states`, `mask` and `pooled` are further texts. They have a mask `…_mask`, or are stored whole.
 
-    `asks`: further arguments of the call. `separate`: further texts by a call of their own, by name. `rare`: texts that
-    most captions do not have. `length`: the attribute with the length of captions, if it is no argument; `a.b` is an
-    attribute of part a. `multiple`: lengths must be multiples of it. `alone`: captions are encoded one at a time, since
-    results depend on the batch. `joined`: several layers are returned as [B, T, L, D], as features of one text.
-    `settings`: keys of the folder's index that change texts.
+    `padding`. masked: neither text encoder nor transformer sees it, or there is none. zeroed: the text encoder does not
+    see it, and the transformer gets zeros. attended: only the text encoder sees it. kept: the transformer sees it, even
+    if there is a mask.
+
+    `arguments`: further arguments of the call. `separate`: further texts that need their own call, by name. `rare`:
+    texts that most captions do not have. `length`: the attribute with the length of captions, if it is no argument;
+    `a.b` is an attribute of part a. `multiple`: lengths must be multiples of it. `alone`: captions are encoded one at a
+    time, since results depend on the batch. `joined`: several layers are returned as [B, T, L, D], as features of one
+    text. `settings`: keys of the folder's index that change texts.
     """
 
     gives: tuple[str, ...]
     padding: Padding
-    asks: Mapping[str, int] = field(default_factory=dict)
+    arguments: Mapping[str, int] = field(default_factory=dict)
     separate: Mapping[str, EncodingRecipe] = field(default_factory=dict)
     rare: tuple[str, ...] = ()
     length: str | None = None
@@ -48,7 +50,7 @@ class EncodingRecipe:
         """Whether a batch may be padded to its longest caption without changing the states of tokens."""
         return self.padding in ("masked", "zeroed") and not self.alone
 
-    def taken(self, length: int) -> int:
+    def allowed(self, length: int) -> int:
         """The smallest allowed length that is at least `length`."""
         return -(-length // self.multiple) * self.multiple
 
@@ -57,14 +59,14 @@ class EncodingRecipe:
         return {name: index[name] for name in self.settings if index.get(name) is not None}
 
     def keeps(self, name: str) -> bool:
-        """Whether the padding of a further text is stored; of "", that of the text itself."""
+        """Whether the padding of a further text is stored. "" stands for the text itself."""
         if name in self.separate:
             return self.separate[name].keeps("")
         return f"{name}_mask" not in self.gives if name else self.padding == "kept"
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """The names of the further texts that this call gives."""
+        """The names of the further texts that this call returns."""
         further = [name for name in self.gives if name not in _OWN and not name.startswith("null_")]
         return tuple(name for name in further if not name.endswith("_mask"))
 

@@ -22,7 +22,7 @@ from bigdit.store.tensors import config_digest, weights_digest
 from bigdit.store.text import Length, Text
 
 _KEY = "encoders.text"
-# The encoder's arguments. Other arguments of T5Config belong to the decoder or the tokenizer.
+# The arguments of the encoder. Other arguments of T5Config belong to the decoder or the tokenizer.
 _ENCODER_ARGUMENTS = tuple(
     name
     for name, parameter in inspect.signature(T5Config.__init__).parameters.items()
@@ -52,30 +52,25 @@ class T5TextEncoder:
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """Everything that changes the texts, with digests of the weights."""
+        path, dtype = self._config.path, self._config.dtype
         return {
             "class_name": self._config.class_name,
             "config": config_digest(self._described),
             "weights": weights_digest(self._model.state_dict()),
-            **self._origin(),
+            **({"weights_sample": weights_sample(path, dtype)} if path else {"seed": self._config.seed}),
             "tokenizer": tokenizer_digest(self._tokenizer),
-            "dtype": self._config.dtype,
+            "dtype": dtype,
             "stored": self._config.stored,
             "max_tokens": self.max_tokens,
             "dim": self.dim,
         }
-
-    def _origin(self) -> dict[str, Any]:
-        """Identifies the weights without loading them."""
-        if self._config.path is None:
-            return {"seed": self._config.seed}
-        return {"weights_sample": weights_sample(self._config.path, self._config.dtype)}
 
     def modules(self) -> list[nn.Module]:
         """The encoder."""
         return [self._model]
 
     def encode(self, captions: Sequence[str], kept: Keep = as_it_is, images: Images = ()) -> list[Text]:
-        """Captions to hidden states of at most max_tokens tokens, without padding."""
+        """The hidden states of captions, of at most max_tokens tokens, without padding."""
         if not captions:
             return []
         ids = self._tokenizer(list(captions), truncation=True, max_length=self.max_tokens).input_ids
@@ -87,7 +82,7 @@ class T5TextEncoder:
 
         def encode(places: Sequence[int]) -> list[Text]:
             texts = self._read([ids[place] for place in places])
-            return [self._noted(captions[place], text) for place, text in zip(places, texts, strict=True)]
+            return [self._with_length(captions[place], text) for place, text in zip(places, texts, strict=True)]
 
         return encode_by_length(captions, [len(each) for each in ids], self._size, encode, kept)
 
@@ -95,8 +90,8 @@ class T5TextEncoder:
         """The text of the empty caption."""
         return self.encode([""])[0]
 
-    def _noted(self, caption: str, text: Text) -> Text:
-        """The text with its length, which is that before the cut."""
+    def _with_length(self, caption: str, text: Text) -> Text:
+        """The text with its length before the cut."""
         tokens = len(text.states)
         if tokens == self.max_tokens:
             tokens = full_length(self._tokenizer, caption)
@@ -125,15 +120,12 @@ def _from_folder(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedT
 def _from_seed(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedTokenizerBase, dict[str, Any]]:
     """Random weights of `config.seed`, and ByT5's tokenizer, whose vocabulary is bytes."""
     arguments = config.config or {}
-    wrong = [key for key in arguments if key not in _ENCODER_ARGUMENTS]
-    if wrong:
-        raise UserError(
-            *(
-                f"{_KEY}.config.{key}: T5Config's encoder has no such key; {nearest(key, _ENCODER_ARGUMENTS)}"
-                for key in wrong
-            )
-        )
-    if problems := too_large(arguments):
+    problems = [
+        f"{key}: T5Config's encoder has no such key; {nearest(key, _ENCODER_ARGUMENTS)}"
+        for key in arguments
+        if key not in _ENCODER_ARGUMENTS
+    ]
+    if problems := problems or too_large(arguments):
         raise UserError(*(f"{_KEY}.config.{problem}" for problem in problems))
     tokenizer = ByT5Tokenizer()
     try:

@@ -1,4 +1,4 @@
-"""VAEs of diffusers in a folder, with latents normalised by their config."""
+"""VAEs of diffusers in a folder. Their latents are normalised as their config says."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FOR_IMAGES = "AutoencoderKLQwenImage"  # a video VAE whose transformers take la
 
 
 class DiffusersVae:
-    """A VAE of VaeCodec, in eval mode. To a video VAE, an image is a video of one frame."""
+    """A VAE of VaeCodec, in eval mode. A video VAE encodes an image as a video of one frame."""
 
     stored_dtype = torch.bfloat16
 
@@ -111,27 +111,27 @@ class DiffusersVae:
         return self.channels, (frames_of(bucket) - 1) // self.temporal_downsample + 1, height, width
 
     def encode(self, pixels: torch.Tensor, indices: Sequence[int] = ()) -> torch.Tensor:
-        return self._mapped(pixels, lambda rows: self._encode(self._taken(pixels[rows]), indices[rows]))
+        return self._encode_rows(pixels, lambda rows: self._encode(self._prepare(pixels[rows]), indices[rows]))
 
     def encode_mode(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self._mapped(pixels, lambda rows: self._encode_mode(self._taken(pixels[rows])))
+        return self._encode_rows(pixels, lambda rows: self._encode_mode(self._prepare(pixels[rows])))
 
-    def _mapped(self, pixels: torch.Tensor, encode: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-        """The latents of rows of pixels, as many at once as memory has room for."""
-        found = self._size.map(lambda rows: encode(slice(rows[0], rows[-1] + 1)), range(len(pixels)))
-        latents = torch.stack(found)
-        self._check_sizes(tuple(pixels.shape[2:]), latents.shape)
-        return latents
+    def _encode_rows(self, pixels: torch.Tensor, encode: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        """The latents of pixels, with as many rows at once as fit in memory.
 
-    def _check_sizes(self, bucket: tuple[int, ...], found: Shape) -> None:
-        """Raise UserError if the latents' size is not that of the config."""
+        Raises UserError if the latents do not have the size that the config says.
+        """
+        latents = torch.stack(self._size.map(lambda rows: encode(slice(rows[0], rows[-1] + 1)), range(len(pixels))))
+        bucket = tuple(pixels.shape[2:])
         expected = self.latent_shape(bucket)
-        if found[-len(expected) :] != expected:
-            made, wanted = (written_bucket(tuple(shape)) for shape in (found[-len(expected) :], expected))
+        found = latents.shape[-len(expected) :]
+        if found != expected:
             raise UserError(
-                f"{_KEY}: {self._config.path} encodes {written_bucket(bucket)} pixels as latents of {made}, and its "
-                f"config.json says {wanted}; correct its temporal_compression_ratio or spatial_compression_ratio"
+                f"{_KEY}: {self._config.path} encodes {written_bucket(bucket)} pixels as latents of "
+                f"{written_bucket(tuple(found))}, and its config.json says {written_bucket(expected)}; correct its "
+                "temporal_compression_ratio or spatial_compression_ratio"
             )
+        return latents
 
     @torch.no_grad()
     def _encode(self, pixels: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
@@ -151,10 +151,10 @@ class DiffusersVae:
     def _encode_mode(self, pixels: torch.Tensor) -> torch.Tensor:
         return encode_latents(self._vae, pixels).float()
 
-    def _taken(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Pixels as the VAE takes them."""
-        taken = pixels.to(self._device, DTYPES[self._config.dtype])
-        return taken.unsqueeze(2) if self._frames and pixels.dim() == 4 else taken
+    def _prepare(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Pixels in the VAE's dtype, on its device, with frames if it takes frames."""
+        prepared = pixels.to(self._device, DTYPES[self._config.dtype])
+        return prepared.unsqueeze(2) if self._frames and pixels.dim() == 4 else prepared
 
     @torch.no_grad()
     def encode_first(self, pixels: torch.Tensor) -> torch.Tensor:

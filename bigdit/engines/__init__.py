@@ -1,6 +1,6 @@
-"""The engines behind one protocol: one process, DDP, DeepSpeed ZeRO 0-3, FSDP2; EMA; state by parameters' names.
+"""Engines with one protocol: single, DDP, DeepSpeed ZeRO 0-3, FSDP2. They own weights, optimizers and the EMA.
 
-They own weights and optimizers. The step is `train/step.py`; saving is `checkpoint`.
+The step is in `train/step.py`, saving in `checkpoint`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["Ema", "Engine", "check", "compute_dtype", "create", "ema_of"]
 
 
 def check(strategy: Strategy) -> None:
-    """Raise UserError where the engine's own library rejects the strategy."""
+    """Raise UserError if the engine's library rejects the strategy."""
     if strategy.engine == "deepspeed":
         if not torch.cuda.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses one, and warns on stdout
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses, and warns on stdout
         from bigdit.engines.deepspeed import check_document
 
         check_document(strategy)
 
 
 def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torch.device, world: World) -> Engine:
-    """Hand the model to the strategy's engine, which moves it. It is in the compute dtype, on any device.
+    """The strategy's engine, which moves the model to the device. The model has the compute dtype, on any device.
 
-    The process group exists already where world_size > 1. Only the chosen engine is imported: DeepSpeed takes seconds.
+    With several processes the process group must exist. Only the chosen engine is imported: DeepSpeed takes seconds.
     """
     use_matmul_precision(strategy)
     check_gpu(strategy, device)
@@ -58,7 +58,7 @@ def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torc
 
 
 def _neighbours(strategy: Strategy, device: torch.device) -> DeviceMesh:
-    """The processes that share this process's samples: a ring, those that exchange heads, or a ring of such."""
+    """The processes that share this process's samples: by ring attention, Ulysses, or a ring of Ulysses groups."""
     ring, ulysses = strategy.cp_ring, strategy.cp // strategy.cp_ring
     several = {name: size for name, size in (("dp", strategy.dp), ("ring", ring), ("ulysses", ulysses)) if size > 1}
     mesh = init_device_mesh(device.type, tuple(several.values()), mesh_dim_names=tuple(several))

@@ -1,4 +1,4 @@
-"""DDP: a replica of the model on each GPU, and gradients that are averaged before each step."""
+"""DDP: each GPU has a replica of the model, and gradients are averaged before each step."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from bigdit.engines.backward import Stepped
+from bigdit.engines.backward import StepOutcome
 from bigdit.engines.protocol import Replicas
 from bigdit.engines.single import CHUNK_BYTES, Pair, SingleEngine, chunks
 
 
 class DdpEngine(SingleEngine):
-    """A SingleEngine on each process. It shards nothing, so the base may be quantised, and blocks swapped.
+    """A SingleEngine on each process. Nothing is sharded, so the base may be quantised, and blocks swapped.
 
-    torch's own DistributedDataParallel averages during the backward pass. That gains nothing where adapters are
-    trained, whose gradients are small.
+    torch's DistributedDataParallel averages during the backward pass. That gains nothing for adapters, whose gradients
+    are small.
     """
 
     @torch.no_grad()
-    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
+    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> StepOutcome:
         for pairs in chunks(list(zip(self._params, self.masters, strict=True)), CHUNK_BYTES):
             _average([param for param, _ in pairs], self.strategy.world_size)
         return super().step(lr, losses)
 
     def replicas(self) -> Replicas:
-        """Everything but swapped weights, which are frozen, and would be read on the CPU."""
+        """Everything but swapped weights: they are frozen, and in CPU memory."""
         swapped = {} if self._swap is None else self._swap.rooms
         held = [*self.model.named_parameters(), *self.model.named_buffers()]
         weights = [(name, each) for name, each in held if each not in swapped]
@@ -34,7 +34,7 @@ class DdpEngine(SingleEngine):
 
 
 def _average(params: Sequence[torch.Tensor], count: int) -> None:
-    """Average the gradients of `count` processes, in fp32. A parameter that none has a gradient of keeps none."""
+    """Average the gradients of `count` processes, in fp32. A parameter without gradient on all processes keeps none."""
     sizes = [param.numel() for param in params]
     flat = torch.zeros(sum(sizes) + len(params), dtype=torch.float32, device=params[0].device)
     *parts, known = flat.split([*sizes, len(params)])

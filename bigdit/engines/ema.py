@@ -1,4 +1,4 @@
-"""Moving averages of the weights (EMA), sharded as an engine's masters are (Polyak & Juditsky, 1992)."""
+"""Moving averages of the weights (EMA), sharded like an engine's masters (Polyak & Juditsky, 1992)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from bigdit.engines.protocol import Engine
 from bigdit.strategy import EmaSpec
 from bigdit.units import MIB
 
-# What is copied at once where weights and EMA are on different devices, through a pinned buffer that stays.
+# The size of the pinned buffer through which weights are copied to an EMA on another device.
 CHUNK_ELEMENTS = 64 * MIB // 4
 
 _Pair: TypeAlias = tuple[Sequence[torch.Tensor], torch.Tensor]
-"""A tensor of each average, and the weights that it takes in."""
+"""A tensor of each average, and the weights that update it."""
 
 
 @functools.cache
 def exponent(width: float) -> float:
-    """γ of the power function t^γ whose width is this share of all t.
+    """γ of the power function t^γ with this width, a share of all t.
 
     Source: Karras et al., arXiv:2312.02696, §3.1: σ_rel² = (γ + 1) / ((γ + 2)² (γ + 3)); γ is the largest root.
     """
@@ -32,10 +32,10 @@ def exponent(width: float) -> float:
 
 
 def shares_of_new(spec: EmaSpec, update: int) -> list[float]:
-    """How much of each average comes from the weights in update number `update` (from 1): 1 - β.
+    """The share of the new weights in each average at update number `update` (from 1): 1 - β.
 
     Source: Karras et al., §3.1: β_γ(t) = (1 − 1/t)^(γ + 1). With a decay, β is at most (1 + t) / (10 + t), as in
-    TensorFlow's ExponentialMovingAverage with num_updates: else the average of a short run would be its start.
+    TensorFlow's ExponentialMovingAverage with num_updates: otherwise a short run's average stays near its start.
     """
     if spec.decay is not None:
         return [1.0 - min(spec.decay, (1 + update) / (10 + update))]
@@ -45,9 +45,9 @@ def shares_of_new(spec: EmaSpec, update: int) -> list[float]:
 class Ema:
     """average = (1 − share) × average + share × weights, in fp32, of this process's masters; see `shares_of_new`.
 
-    `updates`: how many steps it has taken in, which decides the share. `every`: each average, as tensors in the order
-    of `engine.masters` with their local shapes. On the CPU they are in plain memory: weights come a chunk at a time,
-    through one pinned buffer, and the CPU averages.
+    `updates`: their number, which determines the share. `every`: each average, as tensors in the order and local shapes
+    of `engine.masters`. With device cpu they are in pageable memory: weights are copied a chunk at a time through one
+    pinned buffer, and the CPU averages.
     """
 
     def __init__(self, spec: EmaSpec, engine: Engine) -> None:
@@ -69,33 +69,33 @@ class Ema:
 
     @property
     def averages(self) -> list[torch.Tensor]:
-        """The first average, which replaces the weights in `in_place`."""
+        """The first average, which `in_place` uses."""
         return self.every[0]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that it holds, on the device and in CPU memory."""
+        """All its tensors, on the device and in CPU memory."""
         held = [average for averages in self.every for average in averages]
         return held if self._chunk is None else [*held, self._chunk]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the current weights in; called after each optimizer step."""
+        """Update the averages with the current weights; called after each optimizer step."""
         self.updates += 1
         shares = shares_of_new(self.spec, self.updates)
-        here, apart = list[_Pair](), list[_Pair]()
+        direct, copied = list[_Pair](), list[_Pair]()
         for *averages, weights in zip(*self.every, self._weights(), strict=True):
             same = weights.device == self._device and weights.dtype == torch.float32
-            (here if same else apart).append((averages, weights))
-        if here:
-            _take_in(here, shares)
-        for parts in self._brought(apart):
-            _take_in(parts, shares)
+            (direct if same else copied).append((averages, weights))
+        if direct:
+            _update(direct, shares)
+        for parts in self._copies(copied):
+            _update(parts, shares)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the weights are their average, on all processes. They are swapped, and swapped back, to the bit.
+        """Inside, the weights are their average; all processes call this. Swapping back restores them to the bit.
 
-        An error within ends the run, and leaves them swapped.
+        An error inside ends the run, and leaves them swapped.
         """
         self._exchange()
         yield
@@ -112,9 +112,11 @@ class Ema:
                     _swap_rounded(part, other, back=back)
         self._engine.publish()
 
-    def _brought(self, pairs: list[_Pair]) -> Iterator[list[_Pair]]:
-        """Chunks of the averages with their weights, in fp32 where the averages are: one chunk at a time, or as many
-        small ones as the pinned buffer takes. The device is waited for once for each list."""
+    def _copies(self, pairs: list[_Pair]) -> Iterator[list[_Pair]]:
+        """Chunks of averages with their weights, which are copied in fp32 to the averages' device.
+
+        Each list has one chunk, or as many as fit into the pinned buffer, and waits for the device once.
+        """
         waiting, filled = list[_Pair](), 0
         for averages, weights in pairs:
             for *parts, new in zip(
@@ -139,7 +141,7 @@ class Ema:
         return [m.to_local() if isinstance(m, DTensor) else m.detach() for m in self._engine.masters]
 
 
-def _take_in(pairs: Sequence[_Pair], shares: Sequence[float]) -> None:
+def _update(pairs: Sequence[_Pair], shares: Sequence[float]) -> None:
     for number, share in enumerate(shares):
         torch._foreach_lerp_([averages[number] for averages, _ in pairs], [new for _, new in pairs], share)
 
@@ -152,10 +154,10 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def _swap_rounded(average: torch.Tensor, weights: torch.Tensor, *, back: bool) -> None:
-    """Weights in bf16 get the average's upper halves (bf16 is the upper half of fp32), which hold the weights
-    meanwhile.
+    """Swap bf16 weights with the upper halves of the fp32 average: bf16 is the upper half of fp32.
 
-    Half a last place is added before and taken away after. So values are rounded to the nearest, ties away from zero.
+    Half a unit in the last place is added before and subtracted after. So values are rounded to the nearest, ties away
+    from zero.
     """
     bits, half = average.view(torch.int32), 1 << 15
     if not back:
@@ -166,6 +168,6 @@ def _swap_rounded(average: torch.Tensor, weights: torch.Tensor, *, back: bool) -
 
 
 def ema_of(engine: Engine) -> Ema | None:
-    """The EMA that the engine's strategy asks for, starting at the current weights."""
+    """The EMA of the engine's strategy, if it has one, starting at the current weights."""
     spec = engine.strategy.ema
     return None if spec is None else Ema(spec, engine)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from bigdit import optim
 from bigdit.dist import World
-from bigdit.engines.backward import Backward, Stepped
+from bigdit.engines.backward import Backward, StepOutcome
 from bigdit.engines.protocol import Engine, Replicas, Shard, compute_dtype
 from bigdit.models import Family
 from bigdit.models.float8 import gather_in_float8, plain_rows
@@ -23,11 +23,10 @@ from bigdit.strategy import FACTORED, Strategy
 
 
 class Fsdp2Engine(Engine):
-    """Each block is a unit, and the rest of the model one more. The shards are the masters, gathered in the compute
-    dtype.
+    """Each block is a unit, and the rest of the model another. Shards are the masters, gathered in the compute dtype.
 
-    The gradients of each micro-batch are reduce-scattered and accumulated as shards; HSDP's replicas agree after the
-    last one. fp16 scales the loss dynamically, and skips a step in which any process's gradient overflowed.
+    Each micro-batch's gradients are reduce-scattered and accumulated as shards; HSDP's replicas all-reduce them after
+    the last one. fp16 scales the loss dynamically, and skips a step if any process's gradient overflowed.
     """
 
     model: FSDPModule
@@ -40,9 +39,9 @@ class Fsdp2Engine(Engine):
         _shard(model, [*family.shared(model), *family.blocks(model), model], strategy, device)
         self.model = model
         self._held = [*model.named_parameters(), *model.named_buffers()]
-        # Taken now: in a forward pass the model has whole parameters in their place.
+        # Stored now: in a forward pass the model has whole parameters instead.
         self._params: dict[str, DTensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.masters = _stepped(strategy, self._params.values())
+        self.masters = _masters(strategy, self._params.values())
         self.optimizer = optim.build(
             strategy.optimizer,
             optim.groups(strategy.optimizer, model, self.masters, blocks=family.blocks(model)),
@@ -60,12 +59,12 @@ class Fsdp2Engine(Engine):
         self._backward.run(loss)
 
     @torch.no_grad()
-    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
+    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> StepOutcome:
         if self.strategy.optimizer_in_backward:
             self._scale()
-            return Stepped(self._backward.taken)
+            return StepOutcome(self._backward.taken)
         optim.set_lr(self.optimizer, lr)
-        stepped, factor = self._backward.judge(losses, self._norm)
+        stepped, factor = self._backward.decide(losses, self._norm)
         if stepped.taken and factor is not None:
             torch._foreach_mul_([gradient.to_local() for gradient in self._gradients()], factor)
         if stepped.taken:
@@ -83,8 +82,8 @@ class Fsdp2Engine(Engine):
         self._scale()
 
     def _scale(self) -> None:
-        """Compute the scales of weights that are gathered in FP8, of all in one collective. Until the first step each
-        gather computes its own: masters may come from a checkpoint yet."""
+        """Compute the scales of weights that are gathered in FP8, in one collective for all. Before the first step each
+        gather computes its own, because a checkpoint may still change masters."""
         if self.strategy.float8 == "tensorwise" and not self.strategy.cpu_offload:
             from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
@@ -92,7 +91,7 @@ class Fsdp2Engine(Engine):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Weights that stay gathered for a backward pass are freed: else the next step would use them too."""
+        """Free weights that stay gathered for a backward pass: otherwise the next step would use them."""
         with super().evaluating():
             try:
                 yield
@@ -102,7 +101,7 @@ class Fsdp2Engine(Engine):
                         module.reshard()
 
     def _norm(self) -> torch.Tensor:
-        """The norm of all gradients, on every process."""
+        """The norm of all gradients of all processes."""
         gradients = self._gradients()
         squares = nn.utils.get_total_norm([each.to_local() for each in gradients]).square_()
         return sum_over_shards(squares, gradients[0]).sqrt_()
@@ -115,7 +114,7 @@ class Fsdp2Engine(Engine):
         return [_rows(name, param, i) for i, (name, param) in held if param.to_local().numel()]
 
     def replicas(self) -> Replicas | None:
-        """HSDP's copies of the same shard."""
+        """HSDP's replicas of the same shard."""
         if self.strategy.dp_replicate == 1:
             return None
         mesh = self._held[0][1].device_mesh
@@ -124,11 +123,11 @@ class Fsdp2Engine(Engine):
 
 
 @torch.no_grad()
-def _stepped(strategy: Strategy, params: Collection[DTensor]) -> list[torch.Tensor]:
-    """What the optimizer steps: this process's rows as plain tensors.
+def _masters(strategy: Strategy, params: Collection[DTensor]) -> list[torch.Tensor]:
+    """The tensors that the optimizer steps: this process's rows as plain tensors.
 
     DTensor plans each operation over all processes, which takes longer than the step itself. Factored optimizers and
-    Muon get DTensors, since they need whole weights; so do steps in the backward pass, which need hooks.
+    Muon need DTensors for whole weights, and steps in the backward pass need them for hooks.
     """
     rows = [plain_rows(param) for param in params]
     if strategy.optimizer.name not in (*FACTORED, "muon") and not strategy.optimizer_in_backward:
@@ -140,51 +139,44 @@ def _stepped(strategy: Strategy, params: Collection[DTensor]) -> list[torch.Tens
 
 
 def _rows(name: str, param: DTensor, master: int) -> Shard:
-    """The rows of `param` that are here: each process has consecutive ones."""
+    """The rows of `param` on this process, which are consecutive."""
     (chunk,) = param.__create_chunk_list__()
     row = param.numel() // param.shape[0]
     return Shard(name, tuple(param.shape), chunk.offsets[0] * row, master, 0, param.to_local().numel())
 
 
 def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device: torch.device) -> None:
-    """Move the model from CPU memory to the device as shards, one unit at a time: no more than one is ever whole.
+    """Move the model from CPU memory to the device as shards, one unit at a time, so that at most one is whole.
 
-    `units`: inner ones before those around them, the model last. Those that the model shares with a block are called
-    outside of it too. Their inputs need no gradient, so that FSDP2 reduces their gradients once, at the end.
+    `units`: inner before outer ones, the model last. Units that the model shares with a block are called outside it
+    too. Their inputs need no gradient, so FSDP2 reduces their gradients once, at the end.
     """
     dtype = compute_dtype(strategy)
     master = dtype if strategy.precision == "bf16_sr" else torch.float32
     mesh = _mesh(strategy, device)
-    # Inputs are cast by the step: FSDP2's own cast would round t, which the embedding needs in fp32.
+    # The step casts inputs: FSDP2's own cast would round t, which the embedding needs in fp32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # None keeps the rest of the model gathered after the forward pass: the backward pass needs it first.
+    # None keeps the root unit gathered after the forward pass, because the backward pass needs it first.
     reshard = None if strategy.reshard_after_forward else False
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if strategy.cpu_offload else OffloadPolicy()
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
-        # The values are already rounded to the compute dtype, where every engine starts. What is not trained needs no
-        # master.
+        # Values are already rounded to the compute dtype, as in every engine. Frozen tensors need no master.
         return tensor.to(device, master if tensor.requires_grad else tensor.dtype)
 
     moved: set[nn.Module] = set()
     for unit in units:
         for module in unit.modules():
             if module not in moved:
-                module._apply(place, recurse=False)  # layers of a quantised base quantise their weights in it
+                module._apply(place, recurse=False)  # layers of a quantised base quantise their weights here
                 if strategy.float8 == "tensorwise":
                     gather_in_float8(module)
             moved.add(module)
-        fully_shard(
-            unit,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=reshard,
-        )
+        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
 
 
 def _mesh(strategy: Strategy, device: torch.device) -> device_mesh.DeviceMesh:
-    """All processes in a row; with HSDP a row for each copy of the model."""
+    """A mesh of all processes; with HSDP a row for each replica of the model."""
     if strategy.dp_replicate == 1:
         return device_mesh.init_device_mesh(device.type, (strategy.world_size,))
     shape = (strategy.dp_replicate, strategy.dp_shard)

@@ -1,4 +1,4 @@
-"""What the training step, the checkpoint and the recorder need from an engine."""
+"""The protocol of engines: what the training step, checkpoints and the recorder need."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bigdit import optim
-from bigdit.engines.backward import LossScaler, Stepped
+from bigdit.engines.backward import LossScaler, StepOutcome
 from bigdit.strategy import Strategy
 
 
 class Engine(Protocol):
-    """Owns the weights and the optimizer. `backward` for every micro-batch, then one `step`.
+    """Owns the weights and the optimizer. Call `backward` for every micro-batch, then `step` once.
 
-    `masters`: the tensors that the optimizer updates on this process: fp32 (bf16_sr: bf16), flat or sharded as the
-    engine keeps them; `optimizer.state` is keyed by them. With optimizer_in_backward the optimizer uses the lr that was
-    set before `backward`. `scaler`: of the fp16 loss, where the engine scales it itself. Methods with a body here suit
-    an engine that adds nothing to torch.
+    `masters`: the tensors that the optimizer updates on this process: fp32 (bf16_sr: bf16), in the engine's own layout;
+    `optimizer.state` has them as keys. With optimizer_in_backward the lr must be set before `backward`. `scaler`: of
+    the fp16 loss, None if the engine's library scales it. Methods with a body suit engines that add nothing to torch.
     """
 
     strategy: Strategy
@@ -37,17 +36,17 @@ class Engine(Protocol):
         """Add this micro-batch's share of the mean gradient; `last` marks the step's last micro-batch."""
         ...
 
-    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
-        """Clip, update, clear gradients; or only clear them, where they are not finite on any process.
+    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> StepOutcome:
+        """Clip, update and clear gradients; or only clear them, if any process's are not finite.
 
-        `losses`: of this process's micro-batches; they decide where the engine knows no norm of the gradients.
+        `losses`: of this process's micro-batches; they decide if the engine computes no norm of the gradients.
         """
         ...
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Surround forward passes without a backward pass: all processes, as many each. Schedule-free's weights are
-        their average."""
+        """Surround forward passes without a backward pass; all processes make the same number. Schedule-free's weights
+        are their average inside."""
         self.model.eval()
         try:
             with optim.averaged(self.optimizer) as changed, torch.no_grad():
@@ -60,13 +59,13 @@ class Engine(Protocol):
             self.publish()
 
     def publish(self) -> None:
-        """Copy the masters to the weights, where these are apart and others wrote to the masters; on all processes."""
+        """Copy the masters to the weights, if they are separate, after masters were changed; on all processes."""
         return
 
     @contextmanager
     def on_device(self, master: torch.Tensor) -> Iterator[None]:
-        """Surround a step of this master alone that only makes its state. One in CPU memory is on the device, with any
-        values."""
+        """Surround a step of this master that only allocates its state. Inside, a swapped master is on the device,
+        without its values."""
         yield
 
     @property
@@ -75,44 +74,36 @@ class Engine(Protocol):
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def buffers(self) -> Iterable[torch.Tensor]:
-        """What the engine holds now besides parameters, masters, gradients and state, such as its buckets."""
+        """Current tensors besides parameters, masters, gradients and state, such as buckets."""
         return ()
 
     def gradients(self) -> Iterable[torch.Tensor]:
-        """Gradients that the engine holds now besides those of parameters and masters."""
+        """Current gradients besides those of parameters and masters."""
         return ()
 
     def calls(self) -> Iterable[tuple[object, str]]:
-        """Methods, by object and name, in which the engine allocates for itself."""
+        """(object, method) in which the engine allocates its own memory."""
         return ()
 
     def shards(self) -> list[Shard]:
-        """What this process's masters hold of the trained parameters, by their names in the plain model."""
+        """Which elements of the trained parameters this process's masters hold, by names in the plain model."""
         ...
 
     def replicas(self) -> Replicas | None:
-        """What other processes hold alike; None where each holds its own part."""
+        """What other processes hold too; None if each holds its own part."""
         return None
-
-
-_COMPUTE_DTYPE = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bf16_sr": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 def compute_dtype(strategy: Strategy) -> torch.dtype:
     """The dtype of weights and activations in forward and backward."""
-    return _COMPUTE_DTYPE[strategy.precision]
+    half = {"bf16": torch.bfloat16, "bf16_sr": torch.bfloat16, "fp16": torch.float16}
+    return half.get(strategy.precision, torch.float32)
 
 
 def use_matmul_precision(strategy: Strategy) -> None:
-    """Let fp32 matrix products and convolutions on CUDA use TF32 only where the strategy says so.
+    """Let fp32 matrix products and convolutions on CUDA use TF32 only if the strategy says so.
 
-    TF32 keeps 10 bits of the mantissa; torch's own default is TF32 for cuDNN's convolutions alone.
+    TF32 has 10 bits of mantissa. torch's default is TF32 for cuDNN's convolutions only.
     """
     precision = "tf32" if strategy.precision == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -121,10 +112,10 @@ def use_matmul_precision(strategy: Strategy) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """A run of a parameter's consecutive elements, within a master of this process.
+    """Consecutive elements of a parameter that a master of this process holds.
 
-    Elements `offset` to `offset + length` of the parameter `name`, of whole `shape`, are elements `start` to `start +
-    length` of master number `master`.
+    Elements `offset` to `offset + length` of the parameter `name`, whose whole shape is `shape`, are elements `start`
+    to `start + length` of master number `master`.
     """
 
     name: str
@@ -141,8 +132,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Replicas:
-    """What processes of these `ranks` hold alike, this one among them: `weights`, and with `masters` also masters,
-    optimizer state and EMA."""
+    """Equal tensors on the processes of these `ranks`, one of them this process: `weights`, and with `masters` also
+    masters, optimizer state and EMA."""
 
     ranks: tuple[int, ...]
     weights: Iterable[tuple[str, torch.Tensor]]
@@ -150,5 +141,5 @@ class Replicas:
 
 
 def whole(named: Iterable[tuple[str, torch.Tensor]]) -> list[Shard]:
-    """Parameters that are each their own master, in the masters' order."""
+    """Shards for masters that hold one whole parameter each, in the masters' order."""
     return [Shard(name, tuple(param.shape), 0, i, 0, param.numel()) for i, (name, param) in enumerate(named)]

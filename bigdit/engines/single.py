@@ -1,4 +1,4 @@
-"""One process, or one of several replicas: plain PyTorch, with fp32 master weights for bf16 or fp16 ones."""
+"""A single process, or one of several replicas: plain PyTorch, with fp32 masters of bf16 or fp16 weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bigdit import optim
-from bigdit.engines.backward import Backward, Stepped
+from bigdit.engines.backward import Backward, StepOutcome
 from bigdit.engines.protocol import Engine, Shard, whole
 from bigdit.models import Family
 from bigdit.models.lora_files import TEXT_ENCODERS
@@ -18,17 +18,17 @@ from bigdit.models.swap import moved, swap_of, with_data
 from bigdit.strategy import PACKAGES, Strategy
 from bigdit.units import MIB, in_groups
 
-# The fp32 gradients that exist at once. All of them would take 4 bytes a parameter, and be the peak.
+# The most fp32 gradients at once. All together would take 4 bytes a parameter, and be the peak.
 CHUNK_BYTES = 256 * MIB
-# Of these, the adapters' gradients that are made at once: they are many and small. Others are converted one by one. A
-# list keeps its gradients while their fp32 copies are made, and in full fine-tuning the step may be the peak phase.
+# Adapters' gradients are many and small: so many bytes of them are converted together. Others are converted one by one,
+# because gradients stay allocated while their fp32 copies are made, and the step may be the peak phase.
 LIST_BYTES = 2 * MIB
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A parameter and its master."""
 
 
 class SingleEngine(Engine):
-    """bf16 and fp16 have fp32 masters; gradients become fp32 chunk by chunk, as the optimizer needs them.
+    """With bf16 and fp16 there are fp32 masters, and gradients are converted to fp32 chunk by chunk.
 
     In the other precisions the parameters are their own masters. fp16 scales the loss dynamically.
     """
@@ -65,11 +65,11 @@ class SingleEngine(Engine):
         self._backward.run(loss)
 
     @torch.no_grad()
-    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
+    def step(self, lr: float, losses: Sequence[torch.Tensor]) -> StepOutcome:
         if self.strategy.optimizer_in_backward:
             if self._swap is not None:
                 self._swap.settle()
-            return Stepped(self._backward.taken)
+            return StepOutcome(self._backward.taken)
         optim.set_lr(self.optimizer, lr)
         stepped = self._step_masters(losses) if self._mixed else self._step_params(losses)
         self.optimizer.zero_grad(set_to_none=True)
@@ -93,18 +93,18 @@ class SingleEngine(Engine):
     def shards(self) -> list[Shard]:
         return whole(self._named)
 
-    def _step_params(self, losses: Sequence[torch.Tensor]) -> Stepped:
-        stepped, factor = self._backward.judge(losses, lambda: nn.utils.get_total_norm(self._gradients()))
+    def _step_params(self, losses: Sequence[torch.Tensor]) -> StepOutcome:
+        stepped, factor = self._backward.decide(losses, lambda: nn.utils.get_total_norm(self._gradients()))
         if stepped.taken and factor is not None:
             torch._foreach_mul_(self._gradients(), factor)
         if stepped.taken:
             self.optimizer.step()
         return stepped
 
-    def _step_masters(self, losses: Sequence[torch.Tensor]) -> Stepped:
-        """Step the masters that have a gradient, a chunk at a time: the optimizer skips the others. Some need all
+    def _step_masters(self, losses: Sequence[torch.Tensor]) -> StepOutcome:
+        """Step the masters a chunk at a time. The optimizer skips those without gradient; some optimizers need all
         gradients at once."""
-        stepped, factor = self._backward.judge(losses, lambda: _norm(self._gradients()))
+        stepped, factor = self._backward.decide(losses, lambda: _norm(self._gradients()))
         if not stepped.taken:
             self.model.zero_grad(set_to_none=True)
             return stepped
@@ -129,7 +129,7 @@ class SingleEngine(Engine):
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients together, in fp32 whatever their dtype."""
+    """The norm of all gradients together, computed in fp32."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
 
 

@@ -1,15 +1,15 @@
-"""This process's share of the training state by parameters' names, alike for every engine and number of processes.
+"""This process's part of the training state by parameters' names, the same for every engine and number of processes.
 
-Masters, their EMA, and optimizer state of their shape are runs of the parameters' elements. Another engine, or another
-number of processes, finds its own runs in those that were saved. Other state (quantised in blocks, or factored) depends
-on how masters lie on the processes: only the same engine on as many processes can load it.
+Masters, EMA and elementwise optimizer state are saved as slices of parameters. So another engine, or another number of
+processes, finds its own slices in them. Other state (quantised in blocks, or factored) depends on the distribution of
+masters over processes: only the same engine on as many processes can load it.
 
-    master.<parameter>             what the optimizer steps
-    ema.<parameter>                its EMA; of several the first, and the others are ema2, ema3, …
-    state.<key>.<parameter>        the optimizer's state: an element for each of the master's, or one number
-    local.<rank>.<i>.<key>         other state of this process's master i, and each part of a quantised one
-    group.<key>                    what schedule-free and Prodigy keep of all weights together
-    scaler.<key>                   of fp16
+    master.<parameter>             the tensor that the optimizer steps
+    ema.<parameter>                its first EMA; others are ema2, ema3, …
+    state.<key>.<parameter>        elementwise optimizer state, or one number
+    local.<rank>.<i>.<key>         other state of a rank's master i, and each part of a quantised one
+    group.<key>                    state of schedule-free and Prodigy for all weights together
+    scaler.<key>                   the loss scaler of fp16
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ EMA = "ema"
 
 @dataclass(frozen=True)
 class SavedSlice:
-    """Elements `offset` to `offset + len(tensor)` of what is saved under a name, and has `numel`.
+    """Elements `offset` to `offset + len(tensor)` of a saved tensor with `numel` elements.
 
-    `tensor` is one-dimensional, and a view of what it stands for; of a `number` it is a copy, which `adopt` puts back.
+    `tensor` is one-dimensional, and a view of the state. For a `number` it is a copy, which `restore_numbers` writes
+    back.
     """
 
     tensor: torch.Tensor
@@ -44,16 +45,24 @@ class SavedSlice:
     number: bool = False
 
 
-def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, SavedSlice]:
-    """Everything that the next step depends on, by the names under which it is saved."""
-    found = _tensors(engine, ema, rank)
+def state_slices(engine: Engine, ema: Ema | None, rank: int) -> dict[str, SavedSlice]:
+    """The state that the next step depends on, by saved names."""
+    found: dict[str, SavedSlice] = {}
+    for name, value, shard in _state(engine, ema, rank):
+        if shard is not None:
+            part = value.detach().view(-1)[shard.start : shard.start + shard.length]
+            found[name] = SavedSlice(part, shard.offset, shard.numel)
+        elif name.startswith(LOCAL):
+            found[name] = SavedSlice(value.detach().view(-1), 0, value.numel())
+        else:
+            found[name] = _number(value)
     if engine.scaler is not None:
         found |= {f"scaler.{key}": _number(value) for key, value in engine.scaler.state_dict().items()}
     return found
 
 
 def ema_kind(i: int) -> str:
-    """The name under which EMA number i (from 0) of a parameter is saved."""
+    """The first part of the saved names of EMA number i (from 0)."""
     return f"{EMA}{i + 1}" if i else EMA
 
 
@@ -62,25 +71,12 @@ def checkpoint_bytes(engine: Engine, ema: Ema | None) -> int:
     """The bytes that this process copies to CPU memory to save its current state."""
     return sum(
         torch.as_tensor(value).nbytes if shard is None else shard.length * value.itemsize
-        for _, value, shard in _held(engine, ema, 0)
+        for _, value, shard in _state(engine, ema, 0)
     )
 
 
-def _tensors(engine: Engine, ema: Ema | None, rank: int) -> dict[str, SavedSlice]:
-    """Masters, their EMA, and the optimizer's state."""
-    found: dict[str, SavedSlice] = {}
-    for name, value, shard in _held(engine, ema, rank):
-        if shard is not None:
-            found[name] = _run(value, shard)
-        elif name.startswith(LOCAL):
-            found[name] = SavedSlice(value.detach().view(-1), 0, value.numel())
-        else:
-            found[name] = _number(value)
-    return found
-
-
-def _held(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, Any, Shard | None]]:
-    """The same by name: a tensor and its run; or, without a run, a number or a local part."""
+def _state(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, Any, Shard | None]]:
+    """(saved name, value, shard) of masters, EMA and optimizer state. Numbers and local parts have no shard."""
     for shard in engine.shards():
         master = engine.masters[shard.master]
         yield f"master.{shard.name}", _local(master), shard
@@ -97,15 +93,15 @@ def _held(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, Any
                 for name, part in parts(f"{LOCAL}{rank}.{i}.{key}", value):
                     yield name, part, None
     for key, value in optim.group_state(engine.optimizer).items():
-        yield f"{GROUP}{key}", torch.tensor(value, dtype=torch.float64), None  # with all of its digits
+        yield f"{GROUP}{key}", torch.tensor(value, dtype=torch.float64), None  # fp64 keeps all digits
 
 
 def replicated(engine: Engine, ema: Ema | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `engine.replicas()` names, each storage once, by name."""
+    """The tensors of `engine.replicas()` by name, each storage once."""
     held, seen = engine.replicas(), set[tuple[int, int]]()
     if held is None:
         return
-    state = ((name, value) for name, value, _ in _held(engine, ema, 0)) if held.masters else ()
+    state = ((name, value) for name, value, _ in _state(engine, ema, 0)) if held.masters else ()
     for name, value in (*held.weights, *state):
         for each, part in parts(name, torch.as_tensor(value)):
             place = part.data_ptr(), part.nbytes
@@ -115,10 +111,9 @@ def replicated(engine: Engine, ema: Ema | None) -> Iterator[tuple[str, torch.Ten
 
 
 def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
-    """Have the optimizer allocate state for each master that has saved state, by the names of what was saved.
+    """Let the optimizer allocate state for each master that has saved state, by the saved names.
 
-    A step on a zero gradient makes it sharded, quantised or paged as always. The values that this writes are
-    overwritten by the saved ones.
+    It steps on a zero gradient, so that state is sharded, quantised or paged as usual. Saved values overwrite it later.
     """
     with_state = {name.split(".", 2)[2] for name in saved if name.startswith("state.")}
     kept = {int(name.split(".")[2]) for name in saved if name.startswith(f"{LOCAL}{rank}.")}
@@ -129,8 +124,8 @@ def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
             optim.make_state(engine.optimizer, master)
 
 
-def adopt(engine: Engine, filled: dict[str, SavedSlice]) -> None:
-    """Put back what is no view: numbers, and the loss scale."""
+def restore_numbers(engine: Engine, filled: dict[str, SavedSlice]) -> None:
+    """Write back what is no view of the state: numbers, and the loss scale."""
     for key, value in optim.group_state(engine.optimizer).items():
         for group in engine.optimizer.param_groups:
             group[key] = type(value)(filled[f"{GROUP}{key}"].tensor.item())
@@ -144,10 +139,6 @@ def adopt(engine: Engine, filled: dict[str, SavedSlice]) -> None:
         engine.scaler.load_state_dict({key: filled[f"scaler.{key}"].tensor.item() for key in keys})
 
 
-def _run(tensor: torch.Tensor, shard: Shard) -> SavedSlice:
-    return SavedSlice(tensor.detach().view(-1)[shard.start : shard.start + shard.length], shard.offset, shard.numel)
-
-
 def _number(value: Any) -> SavedSlice:
     return SavedSlice(torch.as_tensor(value).detach().view(1), 0, 1, number=True)
 
@@ -157,8 +148,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_elementwise(value: Any, master: torch.Tensor) -> bool:
-    """Whether `value` has an element for each of the master's: then it can be cut where the master can. A count of
-    steps is one number, though this process has one element of the master."""
+    """Whether `value` has an element for each element of the master, so that it can be sliced like the master. A count
+    of steps is a number, even if this process has one element of the master."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return False
     value = _local(value)
@@ -167,7 +158,7 @@ def _is_elementwise(value: Any, master: torch.Tensor) -> bool:
 
 
 def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors that a tensor consists of here: torchao's quantised ones hold codes, scales and a map."""
+    """The plain tensors in a tensor's local part: torchao's quantised ones have codes, scales and a map."""
     tensor = _local(tensor)
     if is_traceable_wrapper_subclass(tensor):
         for part in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""encoders.batch_size where a run leaves it open: how much fits this machine's GPUs, as emulated ones say."""
+"""Chooses encoders.batch_size if a run does not: the most that fits this machine's GPUs, tried on emulated ones."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from bigdit.search.plan import ResolvedRequest
 from bigdit.units import gib
 
 MOST = 256
-"""Beyond that an encoder gains nothing more: its matrix products fill any GPU."""
+"""Larger batches are not faster, since the matrix products of an encoder already fill any GPU."""
 
 _PROBED = 8
-"""Samples at once that are tried besides one: what they take grows evenly with their number."""
+"""One sample and so many are tried. Memory grows linearly with the number."""
 
 
 class EncodeBatch(NamedTuple):
-    """`size` for encoders.batch_size, and how encoders are on the GPU with it: None where not even 1 has room."""
+    """`size` for encoders.batch_size. `way`: how encoders are on the GPU with it; None if not even 1 fits."""
 
     size: int
     way: Way | None
@@ -36,10 +36,10 @@ class EncodeBatch(NamedTuple):
 
 
 def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
-    """The run with encoders.batch_size chosen for this machine's GPUs, which `workers` share, where it is auto.
+    """The run with encoders.batch_size chosen, if it is auto, for this machine's GPUs, which `workers` share.
 
-    Unchanged where encoders run on the CPU or there is no GPU. It stays at its default, with a notice, where the
-    catalogue lacks the encoders, or no emulated GPU can run them.
+    The run does not change if encoders run on the CPU or there is no GPU. If the catalogue lacks the encoders, or no
+    emulated GPU can run them, the default stays, with a notice.
     """
     if run.encoders.batch_size != "auto" or run.encoders.device == "cpu":
         return run
@@ -56,16 +56,15 @@ def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
     if found is None:
         log.notice("encoders.batch_size stays at its default: the catalogue does not have these encoders")
         return run
-    log.notice(f"encoders.batch_size: {found.size}, {_fit(found, run, least, workers, processes)}")
+    log.notice(f"encoders.batch_size: {found.size}, {_explanation(found, run, least, workers, processes)}")
     return run.model_copy(update={"encoders": run.encoders.model_copy(update={"batch_size": found.size})})
 
 
 def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | None:
-    """The largest power of two of images, or of frames, and of captions, that each of `processes` has room for on
-    `gpu`, in the run's largest bucket; at most MOST.
+    """The largest batch, a power of two up to MOST, that fits on `gpu` in each of `processes`.
 
-    None where the catalogue does not have the model of the run, or its encoders. Raises UserError where there is no
-    emulated GPU.
+    It counts images or frames of the run's largest bucket, and captions. None if the catalogue lacks the model of the
+    run, or its encoders. Raises UserError without an emulated GPU.
     """
     requests = _requests(run, gpu)
     if not requests:
@@ -75,29 +74,30 @@ def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | 
         encoding = {samples: gpus.attempt(request) for samples, request in requests.items()}
     need = encoders_need(encoding, None if text is None else text_bytes(text), frames_of(_largest(run)))
     way = need.way(gpu, processes)
-    within = room(gpu, processes, KEPT_FREE)
+    available = room(gpu, processes, KEPT_FREE)
     sizes = (1 << power for power in reversed(range(MOST.bit_length())))
-    fitting = 1 if way is None else next((size for size in sizes if need.taken(way, size) <= within), 1)
+    fitting = 1 if way is None else next((size for size in sizes if need.taken(way, size) <= available), 1)
     return EncodeBatch(fitting, way, need)
 
 
-def _fit(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes: int) -> str:
-    """How many fit, and how; or what has no room, and what takes less. Of all `workers` each GPU has `processes`."""
+def _explanation(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes: int) -> str:
+    """How the batch fits, or what does not fit, and the fix. Each GPU has `processes` of all `workers`."""
     fits = f"which fits the {gpu.title} (emulated)"
     if found.way == "together":
         return fits
     if found.way == "in turns":
-        return f"{fits} where text encoders and VAE take turns; {_waiting(found.need, run, workers, memory_bytes())}"
+        waiting = _explain_waiting(found.need, run, workers, memory_bytes())
+        return f"{fits} where text encoders and VAE take turns; {waiting}"
     name, nbytes = found.need.larger
     share = "" if processes == 1 else f" of each of {processes} workers"
     return (
         f"and even that does not fit the {gpu.title} (emulated): {gib(nbytes)} are needed for the {name}{share}, "
-        f"and {gib(max(room(gpu, processes), 0))} are free; {_less(name, run, processes)}"
+        f"and {gib(max(room(gpu, processes), 0))} are free; {_fix(name, run, processes)}"
     )
 
 
-def _waiting(need: EncodersNeed, run: RunConfig, workers: int, host: int) -> str:
-    """What waits on a host of so many bytes; and, where that is more than it has, what takes less."""
+def _explain_waiting(need: EncodersNeed, run: RunConfig, workers: int, host: int) -> str:
+    """How much waits in CPU memory of `host` bytes, and the fix if that is too much."""
     nbytes = need.waiting * workers
     weights = f"{gib(nbytes)} of weights{'' if workers == 1 else f' of {workers} workers'}"
     if nbytes <= host:
@@ -110,8 +110,8 @@ def _waiting(need: EncodersNeed, run: RunConfig, workers: int, host: int) -> str
     )
 
 
-def _less(name: str, run: RunConfig, processes: int) -> str:
-    """What of a run to change for encoders that have no room."""
+def _fix(name: str, run: RunConfig, processes: int) -> str:
+    """What to change in a run whose encoders do not fit."""
     if processes > 1:
         return "fewer data.workers"
     text, image = run.encoders.text, run.encoders.image
@@ -128,7 +128,7 @@ def _largest(run: RunConfig) -> tuple[int, ...]:
 
 
 def _requests(run: RunConfig, gpu: Gpu) -> dict[int, StepRequest]:
-    """The encode phase of extraction, in the dtypes of the run; empty where the catalogue does not have it."""
+    """The encode phase of extraction, in the run's dtypes, by number of samples; empty if the catalogue lacks it."""
     image = run.encoders.image
     if run.model.name is None or not isinstance(image, VaeCodec):
         return {}
@@ -138,13 +138,13 @@ def _requests(run: RunConfig, gpu: Gpu) -> dict[int, StepRequest]:
     found = encoding_requests(ResolvedRequest(model=model, gpu=gpu, resolution=size, frames=frames), _PROBED)
     dtype = run.encoders.text and run.encoders.text.dtype
 
-    def own(encoders: OnlineEncoders) -> OnlineEncoders:
+    def in_dtypes(encoders: OnlineEncoders) -> OnlineEncoders:
         text = tuple(encoder.model_copy(update={"dtype": dtype}) for encoder in encoders.text)
         vae = encoders.vae.model_copy(update={"dtype": image.dtype, "tiling": image.tiling})
         return encoders.model_copy(update={"vae": vae, "text": text})
 
     return {
-        samples: each.model_copy(update={"encoders": own(each.encoders)})
+        samples: each.model_copy(update={"encoders": in_dtypes(each.encoders)})
         for samples, each in found.items()
         if each.encoders is not None
     }

@@ -1,6 +1,7 @@
-"""Encode a run's images and captions into its store: the missing parts, in parallel, each once.
+"""Encodes the images and captions of a run into its store: the missing parts, in parallel, each once.
 
-A job is ranges to encode, for any process of any machine with the same files. Workers of this machine do it here.
+A job is a set of ranges to encode. Any process of any machine with the same files can do it. Here, workers of this
+machine do it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,11 @@ from pathlib import Path
 import torch
 
 from bigdit import log
-from bigdit.catalog.conditions import (
-    class_count,
-    condition_problems,
-    fill_channels,
-    takes_classes,
-)
+from bigdit.catalog.conditions import class_count, condition_problems, fill_channels, takes_classes
 from bigdit.config.data import DataConfig, EncodersConfig
 from bigdit.config.run import RunConfig
 from bigdit.encoders.fit import encoder_misfits
-from bigdit.encoders.load import load_first_frames, load_image_codec, load_text_encoder
+from bigdit.encoders.load import FirstFrames, load_image_codec, load_text_encoder
 from bigdit.errors import UserError
 from bigdit.extract.worker import Done, Failed, Finished, Note, Progress, Ready, Unit, server, work
 from bigdit.files import write_text
@@ -54,7 +50,7 @@ from bigdit.strategy import ModelSpec
 
 @dataclass(frozen=True)
 class Job:
-    """The parts that start in `span`, or those of `only`, of the store data.features with `schema`.
+    """The parts of the store data.features with `schema` that start in `span`, or those in `only`.
 
     `workers`: the processes of each task. `folder`: the folder that paths are relative to.
     """
@@ -77,7 +73,7 @@ class Job:
 
 
 def encode_here(job: Job, source: Items) -> None:
-    """Encode the missing parts of a job by processes of this machine, with a progress bar on stderr.
+    """Encode the missing parts of a job in processes of this machine, with a progress bar on stderr.
 
     Other machines may run the same job. Parts that they commit are not encoded again. Raises as encode_in_workers.
     """
@@ -99,19 +95,19 @@ def do(job: Job) -> None:
     try:
         os.chdir(job.folder)
     except OSError as error:
-        raise UserError(f"{job.folder} is not there on this machine: {error.strerror}") from None
+        raise UserError(f"{job.folder} cannot be entered on this machine: {error.strerror}") from None
     source = open_source(job.data)
-    check_same(job.data.store, job.schema.asked(), job.schema.asked(source.identity["sources"]))
+    check_same(job.data.store, job.schema.requested(), job.schema.requested(source.identity["sources"]))
     encode_here(job, numbered(job.data.store, job.schema, source))
 
 
 def split(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
-    """The ranges that start in [start, end). Splits that cover the sources have each range exactly once."""
+    """The ranges that start in [start, end). If splits cover the sources, each range is in exactly one."""
     return [each for each in ranges if start <= each[0] < end]
 
 
 def parse_split(count: int, start: int | None, end: int | None, shard: str | None) -> Range:
-    """The source indices [start, end) of `--start-index`, `--end-index` and `--shard k/n`, of `count` images.
+    """The source indices [start, end) that `--start-index`, `--end-index` or `--shard k/n` select of `count` images.
 
     Raises UserError if they contradict one another or select nothing.
     """
@@ -156,7 +152,7 @@ def encode_in_workers(
     root: Path,
     on_progress: OnProgress,
 ) -> list[UnitSpeed]:
-    """Encode all units in `count` processes. No process is left, however this ends.
+    """Encode all units in `count` processes. All processes have ended when this returns or raises.
 
     Raises UserError if a worker reports one or dies, and RuntimeError with the traceback of a bug in a worker.
     """
@@ -168,11 +164,11 @@ def encode_in_workers(
             workers.append(_start(number, encoders, schema, root))
         while at_work := {worker.pipe: worker for worker in workers if not worker.finished}:
             for pipe in wait(list(at_work)):
-                progress = _hear(at_work[pipe], units, done, noted)  # type: ignore[index]  # wait() gives what it was given
+                progress = _receive(at_work[pipe], units, done, noted)  # type: ignore[index]  # wait() returns some of them
                 on_progress(progress, done)
     finally:
         for worker in workers:
-            if not worker.finished:  # within a unit; its lease is removed below
+            if not worker.finished:  # its unit is incomplete; its lease is removed below
                 worker.process.terminate()
             worker.pipe.close()
         for worker in workers:
@@ -194,11 +190,11 @@ def _start(number: int, encoders: EncodersConfig, schema: StoreSchema, root: Pat
             f"extraction worker {number} could not be started: the process that starts workers was killed, or cannot "
             f"start one ({error}); {EXTRACT} resumes from the finished parts"
         ) from None
-    theirs.close()  # now only the worker holds this end, so its death closes the pipe
+    theirs.close()  # now only the worker has this end, so its death closes the pipe
     return Worker(number, process, ours)
 
 
-def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: set[str]) -> Progress:
+def _receive(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: set[str]) -> Progress:
     """Receive one message of a worker, and return its progress."""
     try:
         message = worker.pipe.recv()
@@ -235,7 +231,7 @@ def _death(worker: Worker) -> UserError:
 
 
 RunJob = Callable[[Job, Items], None]
-"""Completes a job by processes of this machine or of others. Raises UserError on failure."""
+"""Completes a job in processes of this machine or of others. Raises UserError on failure."""
 
 
 def extract(
@@ -250,11 +246,11 @@ def extract(
     only: Sequence[Range] | None = None,
     by_content: bool = False,
 ) -> ExtractReport:
-    """Complete the store of `run`. Calling it again resumes it, and encodes what changed in the sources.
+    """Complete the store of `run`. A second call resumes, and encodes what changed in the sources.
 
-    Only parts that start in source indices [start, end) or in shard k/n, or those of `only`, are encoded. `workers`:
-    the processes, of each task of an engine; data.workers by default. `by_content`: all files are compared with the
-    store, also where names, sizes and times agree.
+    Only parts that start in source indices [start, end) or in shard k/n, or those in `only`, are encoded. `workers`:
+    the processes of each task of an engine; data.workers by default. `by_content`: compare all files with the store,
+    even if names, sizes and times agree.
 
     Raises UserError if images, encoders, buckets, model and store do not fit together, the disk cannot be written, a
     worker dies, or every image was skipped.
@@ -275,8 +271,8 @@ def extract(
     first, last = parse_split(schema.count, start, end, shard)
     chosen = None if only is None else tuple(only)
     job = Job(run.data, run.encoders, schema, (first, last), chosen, workers or run.data.workers, Path.cwd())
-    wanted = job.left()
-    if wanted:
+    missing_parts = job.left()
+    if missing_parts:
         engine(job, numbered(root, schema, source))
     if (text := run.encoders.text) is not None:
         null = lambda: load_text_encoder(text, references=run.data.references).null()  # noqa: E731
@@ -286,8 +282,8 @@ def extract(
     if whole and schema == latest_schema(root):
         commit_growth(root, schema)
         remove_old_listings(root, schema)
-    store = _whole(root, schema, changed=bool(wanted)) if whole else None
-    return extract_report(root, wanted, time.perf_counter() - began, store)
+    store = _report_store(root, schema, changed=bool(missing_parts)) if whole else None
+    return extract_report(root, missing_parts, time.perf_counter() - began, store)
 
 
 def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: bool) -> StoreSchema:
@@ -297,8 +293,8 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
     """
     codec, text = load_image_codec(run.encoders.image), run.encoders.text
     text_encoder = None if text is None else load_text_encoder(text, references=run.data.references)
-    frames = load_first_frames(run.encoders.first_frame, codec, torch.device("cpu"))
-    first_frame = None if frames is None else frames.identity
+    first = run.encoders.first_frame
+    first_frame = None if first is None else FirstFrames(first, codec, torch.device("cpu")).identity
     classes = (source.class_names or class_count(model)) if takes_classes(model) else None
     fill = fill_channels(codec.channels, codec.downsample) if run.data.fill else 0
     if problems := encoder_misfits(run, model, codec, text_encoder, classes, first_frame, fill):
@@ -328,16 +324,16 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
     return grown
 
 
-def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:
-    """The report of a complete store. Its file is written if parts `changed`."""
+def _report_store(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:
+    """The report of a complete store. Writes its file if parts `changed`. Raises UserError if no image is usable."""
     report = store_report(root, schema)
     if changed or not (root / REPORT).exists():
         with own_folder(root) as folder:
-            # pydantic cannot write paths that are not UTF-8.
+            # pydantic cannot write paths that are not UTF-8, and json can.
             write_text(root / REPORT, json.dumps(report.model_dump(mode="json"), indent=2) + "\n", folder)
     if not report.encoded:
         first = report.skipped[0]
-        # Without names of classes, labels of a table must be numbers.
+        # If classes have no names, labels of a table must be numbers.
         names = ", or name the classes in data.classes" if isinstance(schema.classes, int) else ""
         raise UserError(
             f"data.images: none of {report.images} images can be used, the first {first.name}: "

@@ -1,4 +1,4 @@
-"""Imported once by the server that forks workers (`worker.server`), with the libraries' warnings suppressed."""
+"""The server that forks workers (`worker.server`) imports this once. It suppresses the libraries' warnings."""
 
 from bigdit import libraries
 

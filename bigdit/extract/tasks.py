@@ -1,6 +1,6 @@
 """Extraction by tasks on other machines: SLURM arrays by submitit, and Ray. All tasks have the same job.
 
-Each task pulls missing ranges, so fast ones do more. Other tasks, or the same command again, do the work of a lost one.
+Each task pulls missing ranges, so fast tasks do more. If a task is lost, other tasks or a second run do its work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bigdit.store.schema import EXTRACT
 from bigdit.units import how_many
 
 LOGS = "slurm"
-_LOOK_S = 0.5  # the shortest interval between looks at the store
+_INTERVAL_S = 0.5  # the shortest time between two listings of the store
 _TIMEOUT_MIN = 24 * 60  # the default of a task; submitit's is 5 minutes
 # Options of a Ray task that users may set. Source: ray 2.60, ray.remote_function.RemoteFunction.options.
 _RAY_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "scheduling_strategy")
@@ -36,7 +36,7 @@ class _Task:
         do(self._job)
 
     def checkpoint(self) -> Any:
-        """The task that submitit queues in place of an interrupted one. It finds the missing ranges itself."""
+        """The task that submitit queues instead of an interrupted one. It finds the missing ranges itself."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -57,15 +57,15 @@ class Slurm:
             import submitit
         except ImportError:
             raise UserError("--engine slurm: submitit is missing; pip install 'bigdit[slurm]'") from None
-        asked: dict[str, Any] = {"timeout_min": _TIMEOUT_MIN, "cpus_per_task": job.workers, **self.resources}
-        cluster = asked.pop("cluster", "slurm")
+        parameters: dict[str, Any] = {"timeout_min": _TIMEOUT_MIN, "cpus_per_task": job.workers, **self.resources}
+        cluster = parameters.pop("cluster", "slurm")
         if cluster not in ("slurm", "local"):
             raise UserError(f"--resource: cluster={cluster} is neither slurm nor local")
         if cluster == "slurm" and shutil.which("sbatch") is None:
             raise UserError("--engine slurm: sbatch was not found on this machine; run this on a SLURM login node")
         executor = submitit.AutoExecutor(folder=job.data.store / LOGS, cluster=cluster)
         try:
-            executor.update_parameters(name="bigdit-extract", **asked)
+            executor.update_parameters(name="bigdit-extract", **parameters)
         except (NameError, TypeError, ValueError) as error:
             raise UserError(f"--resource: submitit rejects it: {' '.join(str(error).split())}") from None
         jobs = executor.submit_array([_Task(job)] * self.tasks)
@@ -82,8 +82,8 @@ class Slurm:
 
 @dataclass(frozen=True)
 class Ray:
-    """`tasks` on the Ray cluster of RAY_ADDRESS, or on one that is started here. `resources`: options of ray.remote,
-    such as num_gpus."""
+    """`tasks` on the Ray cluster of RAY_ADDRESS, or on one started here. `resources`: options of ray.remote, such as
+    num_gpus."""
 
     tasks: int
     resources: Mapping[str, Any]
@@ -130,7 +130,7 @@ def _watch(job: Job, over: Callable[[], bool]) -> None:
             before, left = left, _images(job)
             advance(before - left)
             if not ended:
-                time.sleep(max(_LOOK_S, 20 * (time.perf_counter() - began)))  # listing many files takes long
+                time.sleep(max(_INTERVAL_S, 20 * (time.perf_counter() - began)))  # to list many files takes long
 
 
 def _images(job: Job) -> int:

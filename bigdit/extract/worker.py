@@ -1,5 +1,4 @@
-"""The worker process: it requests units, reports progress, and commits each part itself. The server that forks
-workers."""
+"""The worker process, which requests units, reports progress and commits each part; and the server that forks it."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ import torch
 from PIL import Image
 
 from bigdit.catalog.conditions import FILL, LOSS_MASK
-from bigdit.catalog.families import ALONE, REFERENCE, Editor
+from bigdit.catalog.families import REFERENCE
 from bigdit.config.data import EncodersConfig, frames_of
 from bigdit.encoders.latents import bucket_pixels, fill_mask, mask_latents
 from bigdit.encoders.load import Encoders, load_encoders
@@ -38,7 +37,7 @@ from bigdit.store.part import EditShape, EncodedRange, PartWriter, Shape, Skippe
 from bigdit.store.report import Stopwatch, UnitSpeed, append
 from bigdit.store.schema import Classes, StoreSchema, check_same, part_identity, store_identity
 from bigdit.store.store import write_null_text
-from bigdit.store.text import Cut, Length, Text, TextKey, lengths_of, summed, text_key
+from bigdit.store.text import Text, TextKey, lengths_of, summed, text_key
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Progress:
-    """`images` more of the unit are encoded or skipped; `skipped` of them are skipped."""
+    """So many more `images` of the unit are encoded or skipped. Of these, `skipped` are skipped."""
 
     images: int
     skipped: int
@@ -65,7 +64,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Note:
-    """A message that is logged once, however many workers send it."""
+    """A message. It is logged once, even if several workers send it."""
 
     text: str
 
@@ -84,15 +83,15 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker failed: with the `problems` of a user's error, or the traceback of a bug."""
+    """The worker failed, with the `problems` of a user's error, or with the traceback of a bug."""
 
     problems: tuple[str, ...]
     bug: str | None = None
 
 
 def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> None:
-    """Encode the units from `pipe`, in one thread and one that writes: parallelism comes from the workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    """Encode the units from `pipe` in one thread, and write in another. Parallelism comes from several workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, and the parent ends its workers
     end_with_parent()
     torch.set_num_threads(1)
     try:
@@ -119,51 +118,37 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
 
 def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchema, encoders: Encoders) -> None:
     """Encode each unit while the one before it is written."""
-    committed: deque[UnitSpeed] = deque()  # filled by the writer's thread; only this thread uses the pipe
-    classes = None if schema.classes is None else Classes(schema.classes)
-
-    def on_progress(images: int, skipped: int) -> None:
-        pipe.send(Progress(images, skipped))
-
+    committed: deque[UnitSpeed] = deque()  # the writer's thread fills it, since only this thread may use the pipe
     with PartWriter(eight_bits=schema.text_encoder.get("stored") == "fp8") as writer:
         clock = _WriterClock()
         watch = Stopwatch()
-        while (unit := _next_unit(pipe, committed)) is not None:
+        while (unit := _request_unit(pipe, committed)) is not None:
             path = part_path(root, unit.start, unit.end)
             _mark(folder / path.name)
-            encoding = UnitEncoder(
-                encoders,
-                schema.buckets,
-                classes,
-                lambda *counts: pipe.send(Progress(*counts)),
-                watch,
-                schema.fill > 0,
-                schema.editor,
-                schema.references,
-            )
+            encoding = UnitEncoder(encoders, schema, watch, lambda *counts: pipe.send(Progress(*counts)))
             encoded = encoding.encode(unit.items)
             speed = watch.stop(unit.start, unit.end, len(encoded.skipped), str(encoders.device))
-            watch = Stopwatch()  # waiting for the writer counts for the next unit
-            note = functools.partial(_note, root, folder.name, speed, clock, time.perf_counter(), committed)
+            watch = Stopwatch()  # the wait for the writer counts for the next unit
+            record = functools.partial(_record, root, folder.name, speed, clock, time.perf_counter(), committed)
             with watch.at("waiting"):
-                writer.write(path, encoded, part_identity(schema, unit.start), folder, note)
-    _tell(pipe, committed)
+                writer.write(path, encoded, part_identity(schema, unit.start), folder, record)
+    _send_done(pipe, committed)
 
 
-def _next_unit(pipe: Connection, committed: deque[UnitSpeed]) -> Unit | None:
-    _tell(pipe, committed)
+def _request_unit(pipe: Connection, committed: deque[UnitSpeed]) -> Unit | None:
+    _send_done(pipe, committed)
     pipe.send(Ready())
     unit: Unit | None = pipe.recv()
     return unit
 
 
-def _tell(pipe: Connection, committed: deque[UnitSpeed]) -> None:
+def _send_done(pipe: Connection, committed: deque[UnitSpeed]) -> None:
     while committed:
         pipe.send(Done(committed.popleft()))
 
 
 def _mark(path: Path) -> None:
-    """Lease a range: create its file in the worker's folder, where the part is written later."""
+    """Lease a range. Creates the file in the worker's folder into which the part is written later."""
     try:
         path.touch()
     except OSError as error:
@@ -172,59 +157,53 @@ def _mark(path: Path) -> None:
 
 @dataclass
 class _WriterClock:
-    """When the writer ended its last part. It begins the next one then, or when it gets it."""
+    """When the writer ended its last part. It begins the next part then, or when it gets the next part."""
 
     ended: float = 0.0
 
 
-def _note(
-    root: Path, worker: str, speed: UnitSpeed, clock: _WriterClock, given: float, committed: deque[UnitSpeed]
+def _record(
+    root: Path, worker: str, speed: UnitSpeed, clock: _WriterClock, queued: float, committed: deque[UnitSpeed]
 ) -> None:
-    """Record the speed of a unit that is on disk, in the writer's thread."""
-    began, clock.ended = max(given, clock.ended), time.perf_counter()
+    """Record the speed of a unit that is on disk. Runs in the writer's thread."""
+    began, clock.ended = max(queued, clock.ended), time.perf_counter()
     written = speed.model_copy(update={"writing_s": clock.ended - began})
     append(root, worker, written)
     committed.append(written)
 
 
 DROPPED = Caption("", 2.0**-126)
-"""The last caption of a sample whose texts depend on its images: it is used where its captions are dropped. Its weight
-is fp32's least, so it is not chosen among the others."""
+"""The last caption of a sample whose texts depend on its images. It replaces a dropped caption. Its weight is the least
+of fp32, so it is not chosen among the others."""
 
-_Bucket = tuple[tuple[int, ...], int]
-"""A size in pixels, and a number of references."""
+_Group = tuple[tuple[int, ...], int]
+"""Samples that are encoded together: their bucket in pixels, and their number of references."""
 OnImages = Callable[[int, int], None]
 """Called with the images encoded or skipped since the last call, and the number of skipped ones."""
 
 
 class UnitEncoder:
-    """Encodes the items of one unit: latents, texts or classes, first frames, references or masked images. Unusable
-    items are skipped.
+    """Encodes the items of one unit: latents, texts or classes, first frames, references or masked images.
 
-    All images are encoded before the captions, in the turn of their encoders. `watch` adds up the seconds of `reading`
-    and `encoding`. With `fill` masks are not of the loss: they say what of masked images is to be painted. Edits with
-    fewer references than the most are of shapes of their own.
+    Skips unusable items. Encodes all images before the captions, in the turn of their encoders. `watch` adds up the
+    seconds of `reading` and `encoding`. For fill models, masks say which pixels are painted. Otherwise they weigh the
+    loss. Edits with fewer references than the store's have their own shapes.
     """
 
     def __init__(
         self,
         encoders: Encoders,
-        buckets: Sequence[tuple[int, ...]],
-        classes: Classes | None = None,
+        schema: StoreSchema,
+        watch: Stopwatch,
         on_progress: OnImages = lambda images, skipped: None,
-        watch: Stopwatch | None = None,
-        fill: bool = False,
-        editor: Editor = ALONE,
-        references: int = 0,
     ) -> None:
-        self._fill = fill
-        self._editor, self._seen = editor, dict[int, list[Image.Image]]()
-        self._encoders, self._buckets, self._classes = encoders, buckets, classes
-        self._on_progress, self._watch = on_progress, watch or Stopwatch()
-        self._most = references
-        self._waiting: dict[_Bucket, list[npt.NDArray[np.uint8]]] = defaultdict(list)
-        self._references: dict[_Bucket, list[npt.NDArray[np.uint8]]] = defaultdict(list)
-        self._painted: dict[_Bucket, list[torch.Tensor]] = defaultdict(list)
+        self._encoders, self._schema, self._editor = encoders, schema, schema.editor
+        self._classes = None if schema.classes is None else Classes(schema.classes)
+        self._watch, self._on_progress = watch, on_progress
+        self._seen: dict[int, list[Image.Image]] = {}
+        self._waiting: dict[_Group, list[npt.NDArray[np.uint8]]] = defaultdict(list)
+        self._references: dict[_Group, list[npt.NDArray[np.uint8]]] = defaultdict(list)
+        self._fill_masks: dict[_Group, list[torch.Tensor]] = defaultdict(list)
         self._latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
         self._frames: dict[Shape, list[dict[str, torch.Tensor]]] = defaultdict(list)
         self._indices: dict[Shape, list[int]] = defaultdict(list)
@@ -237,14 +216,14 @@ class UnitEncoder:
         self._skipped: list[Skipped] = []
 
     def encode(self, items: Sequence[Item]) -> EncodedRange:
-        """The features of the items. Only call this once."""
+        """The features of the items. Call this only once."""
         for item in items:
-            self._take(item)
-        for waiting in list(self._waiting):
-            self._encode(waiting)
+            self._read(item)
+        for group in list(self._waiting):
+            self._encode(group)
         with self._watch.at("encoding"):
             texts = self._texts()
-        frames = {shape: _joined(batches) for shape, batches in self._frames.items()}
+        frames = {shape: _concatenated(batches) for shape, batches in self._frames.items()}
         if self._masked:
             frames = {
                 shape: frames.get(shape, {}) | {LOSS_MASK: torch.stack(masks)} for shape, masks in self._masks.items()
@@ -257,14 +236,13 @@ class UnitEncoder:
             self._skipped,
             self._labels if self._classes else None,
             frames or None,
-            summed(self._cuts(texts)),
+            summed(replace(cut, samples=[name]) for name, text in self._named(texts) for cut in text.cuts),
             self._contents,
-            lengths_of(self._lengths(texts)),
+            lengths_of((name, length) for name, text in self._named(texts) for length in text.lengths),
         )
 
     def _texts(self) -> dict[TextKey, Text]:
-        """The texts of all captions. Where they depend on images, each sample has its own, and an empty one last for a
-        dropped caption."""
+        """The texts of all captions. If they depend on images, each sample has its own, and last that of DROPPED."""
         text = self._encoders.text
         if self._classes or text is None:
             return {}
@@ -278,8 +256,8 @@ class UnitEncoder:
         encoded = text.encode([caption for _, caption in keys], images=[self._seen[index] for index, _ in keys])
         return dict(zip(keys, encoded, strict=True))
 
-    def _take(self, item: Item) -> None:
-        """Read an item, and encode its bucket if a batch is full; or record that it is skipped."""
+    def _read(self, item: Item) -> None:
+        """Read an item, and encode its group if that fills a batch. Records an unusable item as skipped."""
         codec = self._encoders.image
         try:
             with self._watch.at("reading"):
@@ -287,7 +265,7 @@ class UnitEncoder:
                 self._contents[item.index] = contents.digests()
                 sample = contents.sample()
                 bucket, pixels = bucket_pixels(
-                    sample.image, sample.fit.buckets or self._buckets, codec.color, sample.fit
+                    sample.image, sample.fit.buckets or self._schema.buckets, codec.color, sample.fit
                 )
                 size = self._editor.resized(*bucket[-2:])
                 references = [bucket_pixels(each, [size], codec.color, sample.fit)[1] for each in sample.references]
@@ -301,65 +279,55 @@ class UnitEncoder:
             self._captions[item.index], self._names[item.index] = sample.captions, item.name
         if self._editor.seen:
             self._seen[item.index] = [Image.fromarray(pixels.transpose(1, 2, 0)) for pixels in references]
-        waiting = bucket, len(references)
-        shape = self._shape(waiting)
+        group = bucket, len(references)
+        shape = self._shape(group)
         self._indices[shape].append(item.index)
-        if self._fill:
-            self._painted[waiting].append(fill_mask(sample, bucket, item.index))
+        if self._schema.fill:
+            self._fill_masks[group].append(fill_mask(sample, bucket, item.index))
         else:
             self._masked |= sample.mask is not None
             self._masks[shape].append(mask_latents(sample, bucket, shape))
-        self._waiting[waiting].append(pixels)
-        self._references[waiting] += references
-        if len(self._waiting[waiting]) * frames_of(bucket) >= codec.batch_size:
-            self._encode(waiting)
+        self._waiting[group].append(pixels)
+        self._references[group] += references
+        if len(self._waiting[group]) * frames_of(bucket) >= codec.batch_size:
+            self._encode(group)
 
-    def _shape(self, waiting: _Bucket) -> Shape:
-        """The shape of the latents of samples of a size with so many references."""
-        bucket, references = waiting
+    def _shape(self, group: _Group) -> Shape:
+        """The shape of the latents of a group."""
+        bucket, references = group
         shape = self._encoders.image.latent_shape(bucket)
-        return shape if references == self._most else EditShape(shape, references)
+        return shape if references == self._schema.references else EditShape(shape, references)
 
-    def _encode(self, waiting: _Bucket) -> None:
+    def _encode(self, group: _Group) -> None:
         codec, first, turn = self._encoders.image, self._encoders.first_frame, self._encoders.of_images
         with self._watch.at("encoding"):
-            shown = torch.from_numpy(np.stack(self._waiting.pop(waiting)))
-            pixels = to_unit_range(shown)
-            shape = self._shape(waiting)
-            places = self._indices[shape][-len(pixels) :]
-            # Convolutions may return channels_last memory; files have rows of [C, H, W].
-            encoded = turn(lambda: codec.encode(pixels, places)).to("cpu", codec.stored_dtype).contiguous()
+            images = torch.from_numpy(np.stack(self._waiting.pop(group)))
+            pixels = to_unit_range(images)
+            shape = self._shape(group)
+            indices = self._indices[shape][-len(pixels) :]
+            # Convolutions may return channels_last memory. Files have rows of [C, H, W].
+            encoded = turn(lambda: codec.encode(pixels, indices)).to("cpu", codec.stored_dtype).contiguous()
             if first is not None:
-                self._frames[shape].append(turn(lambda: first.encode(shown)))
-            if given := self._references.pop(waiting, []):
-                edited = to_unit_range(torch.from_numpy(np.stack(given)))
-                found = turn(lambda: codec.encode_mode(edited)).to("cpu", torch.bfloat16).contiguous()
+                self._frames[shape].append(turn(lambda: first.encode(images)))
+            if references := self._references.pop(group, []):
+                before = to_unit_range(torch.from_numpy(np.stack(references)))
+                found = turn(lambda: codec.encode_mode(before)).to("cpu", torch.bfloat16).contiguous()
                 self._frames[shape].append({REFERENCE: found.unflatten(0, (len(encoded), -1))})
-            if masks := self._painted.pop(waiting, []):
+            if masks := self._fill_masks.pop(group, []):
                 mask = torch.stack(masks)
                 self._frames[shape].append({FILL: turn(lambda: masked_out(codec, pixels, mask))})
         self._latents[shape].append(encoded)
         self._on_progress(len(encoded), 0)
 
-    def _own(self, texts: Mapping[TextKey, Text]) -> Iterator[tuple[str, Text]]:
+    def _named(self, texts: Mapping[TextKey, Text]) -> Iterator[tuple[str, Text]]:
         """The name of each image, and the text of each of its captions."""
         for index, captions in self._captions.items():
             for caption in captions:
                 if caption is not DROPPED:
                     yield self._names[index], texts[text_key(texts, index, caption.text)]
 
-    def _cuts(self, texts: Mapping[TextKey, Text]) -> Iterator[Cut]:
-        """The cuts of each caption of each image."""
-        for name, text in self._own(texts):
-            yield from (replace(cut, samples=[name]) for cut in text.cuts)
 
-    def _lengths(self, texts: Mapping[TextKey, Text]) -> Iterator[tuple[str, Length]]:
-        """The name of each image, and the lengths of its captions."""
-        for name, text in self._own(texts):
-            yield from ((name, each) for each in text.lengths)
-
-
-def _joined(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _concatenated(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
@@ -372,8 +340,8 @@ def server() -> ForkServerContext:
     """The server that forks processes for encoding and verification. It ignores Ctrl-C.
 
     torch's threads and locks do not survive a fork of this process. A server that has only imported the libraries
-    starts workers at once, and they share its memory. With a GPU it imports nothing: some libraries initialise CUDA
-    when they are imported (torchao does), and CUDA does not survive a fork either.
+    starts workers at once, and they share its memory. With a GPU it imports nothing, since some libraries, such as
+    torchao, initialise CUDA when they are imported. CUDA does not survive a fork either.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([] if torch.cuda.is_available() else ["bigdit.extract.preload"])
@@ -388,8 +356,8 @@ def _find_room_for_sockets() -> None:
     """Make sockets in TMPDIR, or in /tmp if its path is too long for them."""
     if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST:
         return
-    asked, tempfile.tempdir = tempfile.tempdir, "/tmp"
+    configured, tempfile.tempdir = tempfile.tempdir, "/tmp"
     try:
         util.get_temp_dir()  # made once in a process, and removed at its end
     finally:
-        tempfile.tempdir = asked
+        tempfile.tempdir = configured

@@ -12,7 +12,7 @@ import torch
 
 
 class _Tensors:
-    """What all batches can do with their tensors. They are dataclasses of tensors, tuples and mappings of tensors."""
+    """Methods of all batches, which are dataclasses of tensors, and of tuples and mappings of tensors."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All its tensors."""
@@ -55,10 +55,10 @@ def condition(tensor: torch.Tensor, device: torch.device, compute_dtype: torch.d
 class Batch(_Tensors):
     """One micro-batch of one bucket.
 
-    latents [B, C, H, W] (or [B, C, F, H, W] of videos) as stored, fp32 on the device; text_embeds [B, T, D] and
-    text_mask [B, T], 1 = token, 0 = padding, None without text; `extras` [B, …] by name, a family's further inputs.
-    `seeds`: one for each sample. All randomness of a step comes from them, so the noise does not depend on how the
-    global batch is split over processes.
+    latents [B, C, H, W] ([B, C, F, H, W] of videos) as stored, fp32 on the device. text_embeds [B, T, D] and text_mask
+    [B, T], 1 = token, 0 = padding; None without text. `extras` [B, …] by name: further inputs of the family. `seeds`:
+    one for each sample. All randomness of a step comes from them, so the noise does not depend on how the global batch
+    is split over processes.
     """
 
     latents: torch.Tensor
@@ -69,7 +69,7 @@ class Batch(_Tensors):
 
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> Batch:
         """The batch on `device`, conditions in `compute_dtype`. The copy overlaps if memory is pinned."""
-        latents = self.latents.to(device, non_blocking=True).float()  # widened there: fewer bytes are read and sent
+        latents = self.latents.to(device, non_blocking=True).float()  # converted there, so fewer bytes are copied
         rest = self._mapped(lambda each: condition(each, device, compute_dtype), but="latents")
         return replace(rest, latents=latents)
 
@@ -82,8 +82,8 @@ Tokens = tuple[torch.Tensor, torch.Tensor]
 class RawBatch(_Tensors):
     """One micro-batch of one bucket, not encoded yet.
 
-    pixels [B, 3, H, W] (or [B, 3, F, H, W] of videos) uint8; `tokens` of each text encoder in order; `extras` [B, …] by
-    name, inputs that no encoder makes; seeds as in Batch.
+    pixels [B, 3, H, W] ([B, 3, F, H, W] of videos) uint8. `tokens`: of each text encoder, in order. `extras` [B, …] by
+    name: inputs that no encoder makes. seeds as in Batch.
     """
 
     pixels: torch.Tensor
@@ -105,8 +105,9 @@ Captions = Sequence[str | None]
 class CaptionedBatch(_Tensors):
     """One micro-batch of one bucket, not encoded yet.
 
-    pixels [B, 1 or 3, (F,) H, W] uint8; a caption for each sample, none if images have classes; the samples' `indices`
-    in the source; seeds and `extras` as in Batch. `skipped`: of each sample a line if it takes an unusable one's place.
+    pixels [B, 1 or 3, (F,) H, W] uint8. `captions`: one for each sample; empty if images have classes. `indices`: of
+    the samples in the source. seeds and `extras` as in Batch. `skipped`: for each sample a message if it replaces an
+    unusable one, else None.
     """
 
     pixels: torch.Tensor
@@ -131,9 +132,9 @@ T = TypeVar("T")
 
 
 def read_ahead(read: Callable[[int], T], steps: Iterable[int], ahead: int, reader: Executor) -> Iterator[T]:
-    """`read(step)` of each step, in order. `reader` reads the next `ahead` steps before one is returned.
+    """`read(step)` of each step, in order. `reader` reads the next `ahead` steps before a step is returned.
 
-    So `ahead` + 1 steps exist at once, if the caller drops each before the next.
+    So `ahead` + 1 steps exist at once, if the caller drops each step before it takes the next.
     """
     queue: deque[Future[T]] = deque()
     for step in steps:

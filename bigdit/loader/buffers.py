@@ -1,4 +1,4 @@
-"""CPU memory of batches, which is reused when a batch is dropped, and the layout of texts and first frames."""
+"""CPU memory of batches, which is reused when a batch is dropped; and the layout of texts and first frames."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from bigdit.store.text import TEXT, Text
 class Buffers:
     """Tensors for a stream of batches. Each name has memory for the largest batch.
 
-    Pageable tensors are views of memory that is reused when nothing refers to them, not even autograd. Pinned ones come
-    from torch's pool, which also waits until a GPU has read them.
+    Pageable tensors are views of memory that is reused when nothing refers to them, not even autograd. Pinned tensors
+    come from torch's pool, which also waits until a GPU has read them.
     """
 
     def __init__(self, capacities: dict[str, int], *, pinned: bool) -> None:
@@ -32,7 +32,7 @@ class Buffers:
         self._free: dict[tuple[str, int], deque[tuple[npt.NDArray[np.uint8], list[int]]]] = defaultdict(deque)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
-        """A tensor [rows, …], and the bytes of each row that may differ from zero, which the caller updates."""
+        """A tensor [rows, …], and how many bytes of each row may differ from zero. The caller updates these numbers."""
         nbytes = math.prod(shape) * dtype.itemsize
         if self._pinned:
             return torch.empty(shape, dtype=dtype, pin_memory=True), [nbytes // shape[0]] * shape[0]
@@ -75,7 +75,7 @@ def padded(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Texts as text_embeds [B, T, D], text_mask [B, T] and extras: vectors, and each stream with its mask.
 
-    Dtype and device are the texts'. `max_tokens`: the length of each sequence.
+    Dtype and device are those of the texts. `max_tokens`: the length of each sequence.
     """
     found = {name: _stacked([text.sequences[name] for text in texts], most) for name, most in max_tokens.items()}
     pooled = [text.pooled for text in texts if text.pooled is not None]
@@ -87,7 +87,7 @@ def padded(
 
 
 def _stacked(texts: Sequence[Text], most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """States, with zeros after each text's, and mask."""
+    """The states, padded with zeros, and their mask."""
     first = texts[0].states
     states = first.new_zeros(len(texts), most, first.shape[1])
     for row, text in enumerate(texts):
@@ -101,10 +101,8 @@ def _mask(shown: Sequence[int], tokens: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def mark_first(condition: torch.Tensor, mask: int) -> torch.Tensor:
-    """Write the mask, 1 in the first latent frame, into the first `mask` channels of [B, mask + C, f, h, w], in place.
-
-    Source: diffusers 0.42.1, WanImageToVideoPipeline.prepare_latents.
-    """
+    """Write the mask into the first `mask` channels of [B, mask + C, f, h, w], in place. It is 1 in the first latent
+    frame. Source: diffusers 0.42.1, WanImageToVideoPipeline.prepare_latents."""
     condition[:, :mask] = 0
     condition[:, :mask, 0] = 1
     return condition

@@ -1,5 +1,4 @@
-"""Online features: images and captions of a run's sources with the interface of a store, and the run's encoders on the
-device that trains."""
+"""Online features: a run's images and captions with the interface of a store, and its encoders where it trains."""
 
 from __future__ import annotations
 
@@ -28,20 +27,20 @@ from bigdit.sources.open import SourceList, open_source
 from bigdit.sources.protocol import Item, Sample, Unusable
 from bigdit.store.part import Shape
 from bigdit.store.schema import Classes, StoreSchema
-from bigdit.store.store import BucketRows, Index
+from bigdit.store.store import Index
 from bigdit.store.text import Cut, Text, chosen, summed
 from bigdit.strategy import ModelSpec
 from bigdit.units import gib, how_many
 
 _ROUNDED = 1.01
-"""A plan's bytes are those of the GPU's allocator, which rounds."""
+"""The encoders may differ so much from the plan's bytes, which are those of an allocator that rounds."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The sample `index` of the source, its pixels in the bucket, uint8, and the number of its class, if it has one.
+    """The sample `index` of the source, its pixels in the bucket (uint8), and the number of its class, if it has one.
 
-    `skipped`: a line on the unusable sample whose place it takes.
+    `skipped`: a message on the unusable sample that it replaces.
     """
 
     index: int
@@ -76,7 +75,7 @@ class RawStore:
         parts = np.array([(start, end, 0) for start, end in schema.ranges()], np.int64)
         self.index = Index((shape,), parts, parts[:, 1:2] - parts[:, :1])
         self.counts = self.index.counts
-        self.buckets = {shape: BucketRows(self.counts[:, 0])}
+        self.buckets = {shape: len(source)}
 
     def item(self, number: int, row: int) -> Item:
         """The image of a part's row."""
@@ -84,9 +83,9 @@ class RawStore:
         return self._source.items(at, at + 1)[0]
 
     def load(self, number: int, row: int) -> Loaded:
-        """The sample of a part's row, or the next usable one of its source, where the first follows the last.
+        """The sample of a part's row, or the next usable one of its source. After the last comes the first.
 
-        So it depends on the sources alone, and all processes agree. Raises UserError if a source has no usable sample.
+        The choice depends only on the sources, so all processes agree. Raises UserError if no sample is usable.
         """
         at = int(self.index.parts[number, 0]) + row
         ends = self.schema.ends()
@@ -109,14 +108,14 @@ class RawStore:
         return Loaded(item.index, sample, pixels, label, skipped)
 
     def name_of(self, bucket: Shape, number: int, row: int) -> str:
-        """The name of a sample for people."""
+        """A sample in words."""
         item = self.item(number, row)
         return f"sample {item.index} ({item.name})"
 
 
 class RawReader:
-    """Reads batches of a RawStore, as BatchReader does of a store. The same seeds give the same captions, classes and
-    drops. Threads may share it."""
+    """Reads batches of a RawStore, as BatchReader reads those of a store. The same seeds choose the same captions, and
+    drop the same captions and classes. Threads may share it."""
 
     def __init__(self, store: RawStore, caption_dropout: float, *, pinned: bool, no_class: int | None = None) -> None:
         self._store, self._dropout, self._pinned, self._no_class = store, caption_dropout, pinned, no_class
@@ -159,23 +158,22 @@ class RawReader:
 
 
 class RunEncoders:
-    """The encoders of `bigdit extract`, for at most `chunk` samples at once. On a CPU features are the same to the
-    bit."""
+    """The encoders of `bigdit extract`, for at most `chunk` samples at once. On a CPU, features are the same bits."""
 
     def __init__(self, run: RunConfig, device: torch.device, chunk: int, source: SourceList) -> None:
         """Raises UserError if the encoders cannot be loaded."""
         config, self._device, self._source = run.encoders, device, source
         self.captions, self.cuts = 0, list[Cut]()
         self.image = load_image_codec(config.image, device, chunk)
-        # One by one on a CPU, as in extraction: matrix products of other shapes round differently.
+        # One by one on a CPU, as in extraction, since matrix products of other shapes round differently.
         captions = 1 if device.type == "cpu" else chunk
         self.text = None if config.text is None else load_text_encoder(config.text, device, captions)
-        # In CPU memory, as a store's: it replaces a dropped caption, and is copied to the device then.
+        # It replaces dropped captions. It is in CPU memory as in a store, and is copied to the device when needed.
         self._null = None if self.text is None else self.text.null().to("cpu", torch.bfloat16)
-        self.trained: dict[str, nn.Module] = self._to_train(run) if run.strategy.trains_text else {}
+        self.trained: dict[str, nn.Module] = self._train_clips() if run.strategy.trains_text else {}
 
-    def _to_train(self, run: RunConfig) -> dict[str, nn.Module]:
-        """The CLIP encoders, by their names; from now on texts have gradients."""
+    def _train_clips(self) -> dict[str, nn.Module]:
+        """Let texts have gradients. Returns the CLIP encoders, by name. Raises UserError if there are none."""
         from bigdit.encoders.pipeline import PipelineTextEncoder  # diffusers takes seconds to import
 
         found = self.text.clips() if isinstance(self.text, PipelineTextEncoder) else {}
@@ -195,26 +193,28 @@ class RunEncoders:
         return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
     def encode(self, pixels: torch.Tensor, captions: Captions, indices: Sequence[int]) -> EncodedBatch:
-        """Encode pixels [B, 1 or 3, (F,) H, W] uint8, and captions if the model has text; rounded as in a store, unless
-        text encoders are trained."""
+        """Encode pixels [B, 1 or 3, (F,) H, W] uint8, and captions if the model has text.
+
+        The results are rounded as in a store, unless text encoders are trained.
+        """
         with torch.no_grad():
             latents = self.image.encode(to_unit_range(pixels), indices).to(self.image.stored_dtype).float()
         if self.text is None or self._null is None:
             return EncodedBatch(latents, None, None, {})
         most = {name: tokens for name, (tokens, _) in shapes_of(self.text).items()}
-        if self.trained:  # a dropped caption is the empty one, as the encoders have it now
+        if self.trained:  # a dropped caption is the empty one, which the encoders now encode differently
             filled = ["" if caption is None else caption for caption in captions]
-            return EncodedBatch(latents, *padded(self._counted(filled, indices, self.text), most))
+            return EncodedBatch(latents, *padded(self._encode_captions(filled, indices, self.text), most))
         with torch.no_grad():
-            encoded = iter(self._counted(captions, indices, self.text))
+            encoded = iter(self._encode_captions(captions, indices, self.text))
             texts = [
                 (self._null if caption is None else next(encoded)).to(self._device, torch.bfloat16)
                 for caption in captions
             ]
             return EncodedBatch(latents, *padded(texts, most))
 
-    def _counted(self, captions: Captions, indices: Sequence[int], encoder: TextEncoder) -> list[Text]:
-        """The texts of captions that are not dropped. `captions` and `cuts` count them and their cuts."""
+    def _encode_captions(self, captions: Captions, indices: Sequence[int], encoder: TextEncoder) -> list[Text]:
+        """The texts of captions that are not dropped. Counts them in `captions`, and their cuts in `cuts`."""
         kept = [(index, caption) for index, caption in zip(indices, captions, strict=True) if caption is not None]
         texts = encoder.encode([caption for _, caption in kept])
         self.captions += len(texts)

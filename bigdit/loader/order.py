@@ -1,10 +1,11 @@
-"""The samples of each global batch: a pure function of (seed, step) and of the data's stages. The validation samples.
+"""The samples of each global batch, a pure function of (seed, step) and of the stages of the data; and the validation
+samples.
 
 An epoch permutes the parts and cuts them into windows. The rows of a window are shuffled, so reads stay within a few
-files. Each bucket is an endless stream of these rows, window after window and epoch after epoch, and is cut into global
-batches. The rest of a window or an epoch begins the bucket's next batch, so no sample is lost. The batches of all
-buckets that end in a window are shuffled. New data enters with an epoch: a stage has its first epoch and its number of
-parts. Sources may have rates: a sample comes several times an epoch, or once in several epochs.
+files. Each bucket is an endless stream of these rows, window after window and epoch after epoch. The stream is cut into
+global batches. The rest of a window or an epoch begins the bucket's next batch, so no sample is lost. The batches of
+all buckets that end in a window are shuffled. New data enters with an epoch: a stage has its first epoch and its number
+of parts. Sources may have rates: a sample comes several times in an epoch, or once in several epochs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _PARTS, _TURNS, _ROWS = 1, 2, 3  # keys of random generators
 class EpochStage:
     """From epoch `first_epoch` on, the first `parts` parts of the store are read, after its first `changes`.
 
-    Rows that are `left_out` are not read; None: those of the validation split.
+    Rows that are `left_out` are not read. None: the validation samples are left out.
     """
 
     first_epoch: int
@@ -46,26 +47,26 @@ class EpochStage:
 
 
 class Rates:
-    """How often each sample comes in an epoch, `of_sources`: 1 for sources that it does not have.
+    """How often a sample of each source comes in an epoch. `of_sources`: the rates; further sources have rate 1.
 
-    The samples of a part in a bucket are a stream, over and over. Before epoch e, floor(e × rate × samples + phase) of
-    it were taken. So each sample comes equally often over the epochs, and an epoch takes some of each source.
+    The samples of a part in a bucket repeat endlessly. Before epoch e, floor(e × rate × samples + phase) of them were
+    taken. So over the epochs each sample comes equally often, and an epoch takes some of each source.
     """
 
     def __init__(self, of_sources: Sequence[Fraction], source_of_part: Ints) -> None:
-        """`source_of_part`: int64 [parts]."""
+        """`source_of_part`: int64 [parts], the number of the source of each part."""
         self.of_sources = tuple(of_sources)
         rates = [*of_sources, *[Fraction(1)] * int(source_of_part.max(initial=-1) + 1 - len(of_sources))]
         self._times = np.array([rate.numerator for rate in rates], np.int64)[source_of_part][:, None]
         self._of = np.array([rate.denominator for rate in rates], np.int64)[source_of_part][:, None]
-        # Multiples of the golden ratio: parts of few samples do not all come in the same epochs.
+        # Multiples of the golden ratio, so that small parts do not all come in the same epochs.
         golden = np.arange(len(source_of_part), dtype=np.uint64) * np.uint64(0x9E3779B9) & np.uint64(0xFFFFFFFF)
         self._phase = (golden[:, None] * self._of.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
         self.whole = bool((self._of == 1).all())
         self.slowest = int(self._of.max(initial=1))
 
     def taken(self, counts: Ints, epoch: int, parts: Ints | slice) -> Ints:
-        """Samples [parts, buckets] that were taken of `counts` [parts, buckets] before an epoch."""
+        """Samples [parts, buckets] of `counts` [parts, buckets] that were taken before an epoch."""
         due = epoch * counts[parts] * self._times[parts] + self._phase[parts]
         return due // self._of[parts] if not self.whole else due
 
@@ -85,7 +86,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Samples of the bucket numbered `bucket`: `parts` and their `rows`, both int64 [global_batch_size]."""
+    """Samples of bucket number `bucket`: `parts` and their `rows`, both int64 [global_batch_size]."""
 
     bucket: int
     parts: Ints
@@ -94,8 +95,10 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """`parts`: permuted. `before` [windows + 1, buckets]: samples of the epoch before each window. `batches` [windows +
-    1]: batches of the epoch that end before each window."""
+    """`parts`: permuted. `before` [windows + 1, buckets]: samples of the epoch before each window.
+
+    `batches` [windows + 1]: batches of the epoch that end before each window.
+    """
 
     parts: Ints
     before: Ints
@@ -105,8 +108,8 @@ class _Epoch:
 class Order:
     """The order of training over `counts` int64 [parts, buckets], the rows of each shape in each part.
 
-    It has no validation sample of `held`. It begins with `first_step` of the run, and depends on it. `rates`: how often
-    an epoch has the samples of each part.
+    It has no sample of `validation`. It begins with `first_step` of the run, and depends on it. `rates`: how often an
+    epoch has the samples of each part.
     """
 
     def __init__(
@@ -118,15 +121,15 @@ class Order:
         *,
         stages: Sequence[EpochStage] = (),
         window_parts: int = WINDOW_PARTS,
-        held: ValidationSplit | None = None,
+        validation: ValidationSplit | None = None,
         first_step: int = 0,
         rates: Rates | None = None,
     ) -> None:
-        self.held = held
+        self.validation = validation
         self.global_batch_size = global_batch_size
         self.first_step = first_step
         self.stages = tuple(stages) or (EpochStage(0, len(counts)),)
-        self._left_out = [held if stage.left_out is None else stage.left_out for stage in self.stages]
+        self._left_out = [validation if stage.left_out is None else stage.left_out for stage in self.stages]
         self._counts = [counts if out is None else counts - out.counts for out in self._left_out]
         self._shapes = tuple(shapes)
         self._seed = seed
@@ -192,7 +195,7 @@ class Order:
     def _in_stage(self, number: int, epoch: int) -> Ints:
         """Samples of each bucket before an epoch, if stage `number` lasts until then."""
         stage, before = self.stages[number], self._before_stage[number]
-        if self.rates.whole:  # without a look at each part
+        if self.rates.whole:  # faster, since it needs no sum over parts
             whole: Ints = before + (epoch - stage.first_epoch) * self._totals[number]
             return whole
         now, then = (
@@ -202,7 +205,7 @@ class Order:
         return found
 
     def _epochs_of(self, samples: int) -> int:
-        """Epochs in which at least so many samples of any bucket come."""
+        """So many epochs have at least `samples` of any bucket."""
         return samples if self.rates.whole else (samples + self._counts[0].size) * self.rates.slowest
 
     def _count_batches_before(self, epoch: int) -> int:
@@ -245,12 +248,12 @@ class Order:
         counts, left_out = self._counts[stage], self._left_out[stage]
         taken = self.rates.in_epoch(counts, epoch, parts)[:, bucket]
         ends = np.cumsum(taken)
-        # The key is the bucket's shape, not its number: new data may have other buckets.
+        # The key is the bucket's shape, not its number, since new data may have other buckets.
         chosen = self._generator(_ROWS, epoch, window, *self._shapes[bucket]).permutation(int(ends[-1]))
         at = np.searchsorted(ends, chosen, "right")
         places = chosen - (ends - taken)[at] + self.rates.taken(counts, epoch, parts)[at, bucket]
         rows = places % counts[parts[at], bucket]
-        return np.stack([parts[at], rows if left_out is None else left_out.passed_over(bucket, parts[at], rows)])
+        return np.stack([parts[at], rows if left_out is None else left_out.renumber(bucket, parts[at], rows)])
 
     def _generator(self, *names: int) -> np.random.Generator:
         stage = (self.first_step,) if self.first_step else ()
@@ -258,11 +261,10 @@ class Order:
 
 
 def dealt(lengths: Ints, passes: int, processes: int) -> Ints:
-    """Places in a global batch [passes, processes, micro-batch], so that the texts' `lengths` [global batch] are equal
-    work for all processes in each pass.
+    """Places in a global batch [passes, processes, micro-batch] that give all processes equal work in each pass.
 
-    A pass takes texts of like lengths, since a model may pad a micro-batch to its longest text. From the longest on,
-    each process takes one, forth and back.
+    `lengths` [global batch]: of texts. A pass takes texts of similar lengths, since a model may pad a micro-batch to
+    its longest text. The texts, longest first, go to the processes in order, then in reverse order, and so on.
     """
     rounds = np.argsort(-lengths, kind="stable").reshape(passes, -1, processes)
     rounds[:, 1::2] = rounds[:, 1::2, ::-1]
@@ -270,7 +272,7 @@ def dealt(lengths: Ints, passes: int, processes: int) -> Ints:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """The 63-bit seed of an optimizer's random numbers in `step`, equal on all processes, so replicas stay equal."""
+    """The 63-bit seed of an optimizer's random numbers in `step`. It is equal on all processes, as replicas must be."""
     return sample_seed(seed, step, -1)
 
 
@@ -281,7 +283,7 @@ def sample_seed(seed: int, step: int, position: int) -> int:
 
 
 def draw(seed: int, purpose: bytes) -> float:
-    """A random number in [0, 1) from a sample's seed, different for each purpose."""
+    """A random number in [0, 1) from a sample's seed. It differs for each purpose."""
     return float(xxhash.xxh3_64_intdigest(purpose, seed) / 2**64)
 
 
@@ -289,8 +291,8 @@ _PARTS_AT_ONCE = 4096
 """A million samples with parts of 256. Digests of a whole large store would take more memory than its index."""
 
 
-class Held(NamedTuple):
-    """Samples of the bucket numbered `bucket`: int64 `parts`, their `rows`, and a seed each."""
+class ValidationSamples(NamedTuple):
+    """Samples of bucket number `bucket`: int64 `parts`, their `rows`, and a seed each."""
 
     bucket: int
     parts: Ints
@@ -312,8 +314,8 @@ class LeftOut:
             for here in (found[0] == bucket,)
         }
 
-    def passed_over(self, bucket: int, parts: Ints, rows: Ints) -> Ints:
-        """Convert rows of parts that are numbered without these to numbers among all rows."""
+    def renumber(self, bucket: int, parts: Ints, rows: Ints) -> Ints:
+        """Convert rows that are numbered without the left-out ones to their numbers among all rows of their parts."""
         if bucket not in self._of_bucket:
             return rows
         (places, others), found = self._of_bucket[bucket], rows.copy()
@@ -326,15 +328,15 @@ class LeftOut:
 class ValidationSplit(LeftOut):
     """Validation samples, which are never trained on: the `samples` with the least digests in the first `parts` parts.
 
-    A digest is of the part's place in the source, the bucket's shape and the row. It depends on neither seed, later
-    parts, other buckets, nor the number of processes. Rows that are `gone` are not chosen.
+    A digest is made from the part's place in the source, the bucket's shape and the row. It does not depend on seed,
+    later parts, other buckets or the number of processes. Rows that are `gone` are not chosen.
     """
 
     def __init__(self, index: Index, parts: int, samples: int, gone: Rows = NO_ROWS) -> None:
         chosen = _least(index, parts, samples, gone)
         super().__init__(index, Rows(chosen["bucket"], chosen["part"], chosen["row"]))
         self.chosen = [
-            Held(bucket, here["part"], here["row"], tuple((here["digest"] >> 1).tolist()))
+            ValidationSamples(bucket, here["part"], here["row"], tuple((here["digest"] >> 1).tolist()))
             for bucket in range(len(index.shapes))
             if len(here := chosen[chosen["bucket"] == bucket])
         ]
@@ -358,7 +360,7 @@ def _least(index: Index, parts: int, samples: int, gone: Rows) -> npt.NDArray[np
 
 
 def _digested(index: Index, parts: int) -> Iterator[npt.NDArray[np.void]]:
-    """All samples of the first parts with their digests, some parts at a time."""
+    """All samples of the first parts with their digests, a few parts at a time."""
     for bucket, shape in enumerate(index.shapes):
         name = np.uint64(xxhash.xxh3_64_intdigest(shape_name(shape).encode()))
         for first in range(0, parts, _PARTS_AT_ONCE):

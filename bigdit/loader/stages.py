@@ -1,4 +1,4 @@
-"""The state of a run's data in a checkpoint: a few numbers from which the order resumes."""
+"""The state of a run's data in a checkpoint: a few numbers, from which the order resumes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from bigdit.units import how_many
 class DataState(Strict):
     """Everything that the order depends on.
 
-    `stages` of the data: (first epoch, parts). `changes` of the store that each stage follows; none: 0.
-    `parts_digest`: of the parts of the last one. `classes`: their names or their number, None for captions.
-    `validated`: validation samples of the first stage. `first_step` of the order: where its stage of the run begins.
-    `sources`: the identities of online sources, None for a store. `rates`: of the sources, how often an epoch has their
-    samples; none if all are 1.
+    `stages`: (first epoch, parts) of each stage of the data. `changes`: how many changes of the store each stage
+    follows. `parts_digest`: of the parts of the last stage. `classes`: their names or number; None for captions.
+    `validated`: the number of validation samples. `first_step`: where the order's stage of the run begins. `sources`:
+    the identities of online sources; None for a store. `rates`: how often an epoch has the samples of each source;
+    empty if all are 1.
     """
 
     seed: NonNegativeInt
@@ -48,7 +48,7 @@ class DataState(Strict):
 
     @property
     def epoch_stages(self) -> list[EpochStage]:
-        """The stages, without the rows that they leave out."""
+        """The stages. Which rows they leave out is not known here."""
         changes = self.changes or [0] * len(self.stages)
         return [EpochStage(*stage, after) for stage, after in zip(self.stages, changes, strict=False)]
 
@@ -63,7 +63,7 @@ def data_state(store: FeatureStore | RawStore, order: Order, seed: int) -> DataS
         changes=[stage.changes for stage in order.stages],
         parts_digest=_digest(store, order.stages[-1]),
         classes=store.schema.classes,
-        validated=0 if order.held is None else int(order.held.counts.sum()),
+        validated=0 if order.validation is None else int(order.validation.counts.sum()),
         first_step=order.first_step,
         sources=store.schema.sources if isinstance(store, RawStore) else None,
         rates=[rate.as_integer_ratio() for rate in order.rates.of_sources],
@@ -71,9 +71,9 @@ def data_state(store: FeatureStore | RawStore, order: Order, seed: int) -> DataS
 
 
 def check_border(saved: dict[str, Any] | None, where: Path, begins: int, step: int) -> None:
-    """Raise UserError if the stage of the last of `step` steps `begins` at another step than in the checkpoint `where`.
+    """Raise UserError if the run's stage at `step` `begins` at another step than in the checkpoint `where`.
 
-    Then it has another order.
+    Its order would differ.
     """
     began = begins if saved is None else _parse(saved, where).first_step
     if began == begins:
@@ -100,9 +100,9 @@ def plan_order(
     """The order of a run over the store at `step`, resumed from the state `saved` in the checkpoint `where`; and notes.
 
     New parts of the store enter with the next epoch. `validated` samples of the first parts are for validation. A stage
-    of the run that begins at `first_step` has its own order, which is not in a checkpoint of an earlier stage;
+    of the run that begins at `first_step` has its own order. A checkpoint of an earlier stage does not have it;
     `check_border` checks where it begins. `rates`: of the sources. Raises UserError if store, seed, global batch size,
-    rates or validation samples are not those of the checkpoint.
+    rates or validation samples differ from the checkpoint's.
     """
     rated = rates_of(store, rates)
     state = None if saved is None else _parse(saved, where)
@@ -115,14 +115,14 @@ def plan_order(
     if state is not None and step != first_step:
         return _resumed(store, state, where, step, first_step, rated)
     index, now = store.index, EpochStage(0, len(store.index.parts), len(store.schema.changes))
-    held = _validation_split(store, now, validated)
+    validation = _validation_split(store, now, validated)
     order = Order(
         index.counts,
         index.shapes,
         global_batch_size,
         seed,
-        stages=[_with_left_out(store, held, now)],
-        held=held,
+        stages=[_with_left_out(store, validation, now)],
+        validation=validation,
         first_step=first_step,
         rates=rated,
     )
@@ -130,7 +130,7 @@ def plan_order(
 
 
 def rates_of(store: FeatureStore | RawStore, rates: Sequence[Fraction]) -> Rates:
-    """The rates of a store's parts. Raises UserError if they are of fewer sources than the store has."""
+    """The rates of a store's parts. Raises UserError if `rates` has fewer sources than the store."""
     if all(rate == 1 for rate in rates):
         return Rates((), np.zeros(len(store.index.parts), np.int64))
     sources = max(store.schema.owners) + 1
@@ -143,13 +143,13 @@ def rates_of(store: FeatureStore | RawStore, rates: Sequence[Fraction]) -> Rates
 
 
 def source_of_part(store: FeatureStore | RawStore) -> Ints:
-    """The number of the run's source that each part of a store is of."""
+    """For each part of a store, the number of the run's source that it belongs to."""
     entries = np.searchsorted(store.schema.ends(), store.index.parts[:, 0], "right")
     return np.array(store.schema.owners, np.int64)[entries]
 
 
 def _other_rates(store: FeatureStore | RawStore, state: DataState, where: Path, rates: Rates) -> list[str]:
-    """Sources of the checkpoint whose rate is another one now."""
+    """Problems: sources of the checkpoint whose rate is another one now."""
     last = store.index.parts[min(state.stages[-1][1], len(store.index.parts)) - 1, 0]
     sources = max(store.schema.owners[: int(np.searchsorted(store.schema.ends(), last, "right")) + 1]) + 1
     then, now = [Fraction(*each) for each in state.rates], rates.of_sources
@@ -167,7 +167,7 @@ def _resumed(
 ) -> tuple[Order, list[str]]:
     """The order of the checkpoint, with new parts of the store; and notes."""
     index, stages = store.index, state.epoch_stages
-    held, last = _validation_split(store, stages[0], state.validated), stages[-1]
+    validation, last = _validation_split(store, stages[0], state.validated), stages[-1]
 
     def ordered(stages: Sequence[EpochStage]) -> Order:
         return Order(
@@ -175,9 +175,9 @@ def _resumed(
             index.shapes,
             state.global_batch_size,
             state.seed,
-            stages=[_with_left_out(store, held, stage) for stage in stages],
+            stages=[_with_left_out(store, validation, stage) for stage in stages],
             window_parts=state.window_parts,
-            held=held,
+            validation=validation,
             first_step=first_step,
             rates=rates,
         )
@@ -193,7 +193,7 @@ def _resumed(
 
 
 def _grown(store: FeatureStore | RawStore, last: EpochStage, now: EpochStage) -> str:
-    """A line on what is new in a store since the stage `last`."""
+    """A note on what is new in a store since the stage `last`."""
     parts, samples = now.parts - last.parts, int(store.counts[last.parts :].sum())
     found = f"{store.root} has {how_many(parts, 'part')} more ({how_many(samples, 'sample')}) than before: new samples"
     if isinstance(store, FeatureStore) and now.changes != last.changes:
@@ -205,7 +205,7 @@ def _grown(store: FeatureStore | RawStore, last: EpochStage, now: EpochStage) ->
 def _other_order(
     store: FeatureStore | RawStore, state: DataState, where: Path, global_batch_size: int, seed: int, validated: int
 ) -> list[str]:
-    """Settings that differ from the checkpoint's, and would repeat or skip samples of its epoch."""
+    """Problems: settings that differ from the checkpoint's, so that samples would repeat or be skipped."""
     problems = [
         f"{key} is {asked}, and {where} was trained with {found}: samples would repeat or be skipped; set it to {found}"
         for key, found, asked in (
@@ -231,8 +231,8 @@ def _other_classes(store: FeatureStore | RawStore, state: DataState, where: Path
 
 
 def _other_parts(store: FeatureStore | RawStore, stage: EpochStage, state: DataState, where: Path) -> list[str]:
-    there = stage.parts <= len(store.index.parts) and stage.changes <= len(store.schema.changes)
-    same = there and _digest(store, stage) == state.parts_digest
+    exist = stage.parts <= len(store.index.parts) and stage.changes <= len(store.schema.changes)
+    same = exist and _digest(store, stage) == state.parts_digest
     if not isinstance(store, RawStore):
         known = how_many(stage.parts, "part")
         problem = f"data.features: {store.root} does not begin with the {known} that {where} was trained on"
@@ -253,7 +253,7 @@ def _listed(counts: Sequence[int]) -> str:
 
 
 def _changed(store: FeatureStore | RawStore, state: DataState, where: Path) -> list[str]:
-    """A note on sources that changed, but have as many images as before."""
+    """A note on sources that changed but have as many images as before."""
     if not isinstance(store, RawStore) or state.sources is None:
         return []
     changed = sum(one != other for one, other in zip(store.schema.sources, state.sources, strict=False))
@@ -279,26 +279,26 @@ def _gone(store: FeatureStore | RawStore, stage: EpochStage) -> Rows:
     return store.gone(stage.changes) if isinstance(store, FeatureStore) and stage.changes else NO_ROWS
 
 
-def _with_left_out(store: FeatureStore | RawStore, held: ValidationSplit | None, stage: EpochStage) -> EpochStage:
-    """The stage without rows that are gone, validation samples, and what took their places."""
+def _with_left_out(store: FeatureStore | RawStore, validation: ValidationSplit | None, stage: EpochStage) -> EpochStage:
+    """The stage without gone rows, and without validation samples and their replacements."""
     if not isinstance(store, FeatureStore) or not stage.changes:
         return stage
     rows = [_gone(store, stage)]
-    if held is not None:
-        rows += [held.rows, store.successors(held.rows, stage.changes)]
+    if validation is not None:
+        rows += [validation.rows, store.successors(validation.rows, stage.changes)]
     return replace(stage, left_out=LeftOut(store.index, Rows.joined(*rows)))
 
 
 def none_left(store: FeatureStore | RawStore, samples: int, first: EpochStage | None = None) -> list[str]:
     """A message if `samples` for validation, of the stage `first` or of all, leave none to train on."""
-    there = int(store.counts.sum())
+    count = int(store.counts.sum())
     if first is not None:
-        there = int(store.index.counts[: first.parts].sum()) - len(_gone(store, first).rows)
-    if samples < there:
+        count = int(store.index.counts[: first.parts].sum()) - len(_gone(store, first).rows)
+    if samples < count:
         return []
     return [
-        f"validation.samples is {samples}, and {store.root} has {how_many(there, 'sample')}: none would be left to "
-        f"train on; set fewer, such as {max(there // 10, 1)}, or add images"
+        f"validation.samples is {samples}, and {store.root} has {how_many(count, 'sample')}: none would be left to "
+        f"train on; set fewer, such as {max(count // 10, 1)}, or add images"
     ]
 
 
@@ -306,10 +306,10 @@ def _scarce(order: Order, store: FeatureStore | RawStore) -> list[str]:
     """Notes on buckets that are empty, or smaller than a global batch."""
     batch, totals = order.global_batch_size, [float(total) for total in order.samples_of_epoch]
     filled = {shape_name(shape): total for shape, total in zip(store.index.shapes, totals, strict=True) if total}
-    asked, limit = len(store.schema.all_buckets), f"fewer than a global batch of {batch} (strategy.global_batch_size)"
+    buckets, limit = len(store.schema.all_buckets), f"fewer than a global batch of {batch} (strategy.global_batch_size)"
     sizes = len({tuple(shape) for shape, total in zip(store.index.shapes, totals, strict=True) if total})
-    empty = f"{asked - sizes} of {asked} data.buckets have no samples: all latents are "
-    lines = [empty + ", ".join(filled)] if sizes < asked else []
+    empty = f"{buckets - sizes} of {buckets} data.buckets have no samples: all latents are "
+    lines = [empty + ", ".join(filled)] if sizes < buckets else []
     if sum(totals) < batch:
         return [
             *lines,

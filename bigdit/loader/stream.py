@@ -1,4 +1,4 @@
-"""The micro-batches of this process, read ahead of the step; samples are read straight into the batch's tensors."""
+"""The micro-batches of this process. They are read ahead of the step, straight into the tensors of the batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from bigdit.store.tensors import bytes_of
 from bigdit.store.text import TEXT
 
 ADVISED_AHEAD = 8
-"""Micro-batches that the system prefetches, to keep the disk's queue full. They only take memory of the page cache."""
+"""Micro-batches that the kernel prefetches, to keep the disk's queue full. They take memory only in the page cache."""
 
 
 Micro = Batch | CaptionedBatch
@@ -39,7 +39,7 @@ Micro = Batch | CaptionedBatch
 
 @dataclass(frozen=True)
 class FirstFrameChanges:
-    """As `first_frame_dropout` and `first_frame_noise` of DataConfig."""
+    """The `first_frame_dropout` and `first_frame_noise` of DataConfig."""
 
     dropout: float = 0.0
     noise: FirstFrameNoise | None = None
@@ -59,8 +59,11 @@ class FirstFrameChanges:
 
 
 class FeatureStream:
-    """Micro-batches of a store, or of images that are not encoded yet, for one process of `world`. All processes share
-    one order. If the work of a step depends `by_text` on the lengths of captions, they are dealt out alike."""
+    """Micro-batches of a store, or of images that are not encoded yet, for one process of `world`.
+
+    All processes share one order. `by_text`: the work of a step depends on the lengths of captions, so each process
+    gets captions of similar lengths.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class FeatureStream:
         threads: int = 2,
         pin_memory: bool = False,
     ) -> None:
-        """`loss_weights`: factors of the loss, of the samples of each source; 1 for those that it does not have."""
+        """`loss_weights`: the factor of the loss for the samples of each source; 1 for further sources."""
         self.order = order
         self._world = world
         self._sizes = grad_accum_steps, world.world_size, micro_batch_size
@@ -115,7 +118,7 @@ class FeatureStream:
         readers = ThreadPoolExecutor(self._threads, thread_name_prefix="loader")
         try:
             yield from read_ahead(
-                lambda step: self._fetched(step, stop), range(start, stop), self._read_ahead_steps, readers
+                lambda step: self._fetch(step, stop), range(start, stop), self._read_ahead_steps, readers
             )
         finally:
             readers.shutdown(cancel_futures=True)
@@ -131,7 +134,7 @@ class FeatureStream:
                 np.where(first, 1 if own is None else own, 0).astype(np.float32)
                 for own, first in zip(weights, counted, strict=True)
             ]
-            found = [_named_once(*each) for each in zip(found, counted.tolist(), strict=True)]
+            found = [_without_repeats(*each) for each in zip(found, counted.tolist(), strict=True)]
         return [
             batch if own is None or (own == 1).all() else self._weighted(batch, own, bucket)
             for batch, own, (bucket, *_) in zip(found, weights, samples, strict=True)
@@ -143,8 +146,8 @@ class FeatureStream:
         mask = (mask * torch.from_numpy(weights)[:, None, None]).to(torch.bfloat16)
         return replace(batch, extras={**batch.extras, LOSS_MASK: mask.pin_memory() if self._pinned else mask})
 
-    def _fetched(self, step: int, stop: int) -> list[Micro]:
-        """The micro-batches of a step. The following ones are prefetched."""
+    def _fetch(self, step: int, stop: int) -> list[Micro]:
+        """Read the micro-batches of a step, and prefetch the next ones."""
         last = min(step + 1 + -(-ADVISED_AHEAD // self._sizes[0]), stop)
         with self._lock:
             first, self._advised = max(self._advised, step + 1), max(self._advised, last)
@@ -163,11 +166,11 @@ class FeatureStream:
         ]
 
     def _places(self, step: int) -> Ints:
-        """The places [passes, micro-batch] of this process. Those beyond the global batch repeat its first samples."""
+        """The places [passes, micro-batch] of this process. Places beyond the global batch repeat its first samples."""
         passes, processes, micro = self._sizes
         count, size = math.prod(self._sizes), self.order.global_batch_size
         places = np.arange(count).reshape(self._sizes)
-        if count > size:  # each process repeats about as many
+        if count > size:  # so that all processes repeat about equally many
             places = np.arange(count).reshape(passes, micro, processes).swapaxes(1, 2)
         if self._by_text and processes > 1 and isinstance(self._reader, BatchReader):
             batch, of = self.order.batch(step), np.arange(count) % size
@@ -178,19 +181,19 @@ class FeatureStream:
         return mine
 
 
-def _named_once(batch: Micro, counted: Sequence[bool]) -> Micro:
-    """The batch without lines on samples that are only repeated."""
+def _without_repeats(batch: Micro, counted: Sequence[bool]) -> Micro:
+    """The batch without messages on samples that are only repeated."""
     if not isinstance(batch, CaptionedBatch):
         return batch
-    lines = zip(batch.skipped, counted, strict=True)
-    return replace(batch, skipped=tuple(line if first else None for line, first in lines))
+    messages = zip(batch.skipped, counted, strict=True)
+    return replace(batch, skipped=tuple(message if first else None for message, first in messages))
 
 
 class BatchReader:
     """Reads batches of a store, of at most `micro_batch_size` samples. Threads may share it.
 
-    A sample's seed decides whether its caption or class is dropped, and which of several captions is chosen. If mean
-    and deviation are stored, it also decides the noise of the latents.
+    The seed of a sample decides whether its caption or class is dropped, and which of several captions is chosen. If
+    mean and deviation are stored, it also decides the noise of the latents.
     """
 
     def __init__(
@@ -203,7 +206,7 @@ class BatchReader:
         no_class: int | None = None,
         first_frames: FirstFrameChanges | None = None,
     ) -> None:
-        """`no_class`: the model's label for a dropped class. `first_frames`: None: as they are stored."""
+        """`no_class`: the model's label for a dropped class. `first_frames`: None leaves them as stored."""
         self._store = store
         self._dropout = caption_dropout
         self._no_class = no_class
@@ -280,8 +283,8 @@ class BatchReader:
         return own.states, self._held(own.mask()), extras
 
     def _frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
-        """The shapes of a sample's first-frame tensors, its references and its mask of the loss, by name. The mask of
-        the first frame is part of the condition."""
+        """By name, the shapes of a sample's first-frame tensors, references and mask of the loss. The mask of the first
+        frame is part of the condition."""
         kept = dict(self._store.frame_shapes(bucket))
         if FIRST_FRAME not in kept:
             return kept
@@ -289,14 +292,14 @@ class BatchReader:
         return {IMAGE_CONDITION: (self._mask + channels, *sides), **kept}
 
     def _frames(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The condition and embeddings for image-to-video models, references for edit models, and masks of the loss,
-        in bf16."""
+        """Condition and embeddings for image-to-video models, references for edit models, and masks of the loss, all in
+        bf16."""
         shapes, count = self._frame_shapes(bucket), len(rows)
         found = {name: self._buffers.take(name, (count, *shape), torch.bfloat16)[0] for name, shape in shapes.items()}
         if not found:
             return {}
         if LOSS_MASK in found:
-            found[LOSS_MASK].fill_(1)  # of parts without masks
+            found[LOSS_MASK].fill_(1)  # for parts without masks
         stored = dict(found)
         if (condition := stored.pop(IMAGE_CONDITION, None)) is not None:
             stored[FIRST_FRAME] = mark_first(condition, self._mask)[:, self._mask :]
@@ -328,7 +331,7 @@ class BatchReader:
         return latents
 
     def _chosen(self, number: int, bucket: Shape, row: int, seed: int) -> int | None:
-        """The number of a sample's caption in its part; None: the null text."""
+        """The number of a sample's caption in its part; None for the null text."""
         part = self._store.part(number)
         if not self._drops(seed):
             return part.choose_caption(bucket, row, draw(seed, b"caption"))

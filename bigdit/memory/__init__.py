@@ -1,4 +1,4 @@
-"""Memory as a record of allocations and frees on one device, and its sums. Nothing here imports torch.
+"""Memory as a record of allocations and frees on one device, and its sums. No torch is imported.
 
 Events come from `record`. Non-torch memory is in `process.py`.
 """
@@ -157,9 +157,9 @@ Source: kMinBlockSize in pytorch/c10/core/AllocatorConfig.h.
 
 
 class PhasePeak(Strict):
-    """The peak of one phase over all its occurrences, and what was allocated there.
+    """The highest peak of a phase over all its occurrences, and its bytes by category.
 
-    `at_peak` sums to `peak_bytes`; `end_bytes` is what the phase left behind, at its highest.
+    `at_peak` sums to `peak_bytes`. `end_bytes` is the most that stayed allocated at the phase's end.
     """
 
     phase: str
@@ -176,7 +176,7 @@ class Ledger(Strict):
 
     @property
     def deciding(self) -> PhasePeak:
-        """The phase with the highest peak; the first of them where several are equal."""
+        """The phase with the highest peak; the first of equal ones."""
         return max(self.phases, key=lambda phase: phase.peak_bytes)
 
     @property
@@ -185,12 +185,12 @@ class Ledger(Strict):
 
     @property
     def at_peak(self) -> dict[Category, int]:
-        """What is allocated at the peak, by category; sums to `peak_allocated_bytes`."""
+        """Allocated bytes at the peak by category; they sum to `peak_allocated_bytes`."""
         return self.deciding.at_peak
 
 
 def ledger(timeline: Timeline, granularity: int = CUDA_GRANULARITY) -> Ledger:
-    """Sum up `timeline`; `granularity` is 512 for CUDA's caching allocator, and 1 for the bytes asked for."""
+    """Sum up `timeline`. `granularity` is 512 for CUDA's caching allocator, and 1 for requested bytes."""
     found: dict[str, PhasePeak] = {}
     live: Counter[Category] = Counter()
     for span in timeline.spans:
@@ -210,11 +210,10 @@ def ledger(timeline: Timeline, granularity: int = CUDA_GRANULARITY) -> Ledger:
 
 
 class HostMemory(Strict):
-    """CPU memory of one process's tensors: `peak_bytes` of pageable and page-locked memory together, and `steps_bytes`
-    after its start.
+    """CPU memory of one process's tensors, pageable and page-locked together: its peak, and its peak after the start.
 
-    `page_locked_bytes`: what the pinned allocator holds at the end, free blocks included. Locked memory stays until
-    the process ends, and counts against the machine's limit.
+    `page_locked_bytes`: the pinned allocator's memory at the end, with free blocks. It stays locked until the process
+    ends, and counts against the machine's limit.
     """
 
     peak_bytes: NonNegativeInt
@@ -222,12 +221,12 @@ class HostMemory(Strict):
     page_locked_bytes: NonNegativeInt
 
     def saving(self, checkpoint_bytes: int) -> int:
-        """The peak of start and steps, or of saving a copy of so many bytes between steps."""
+        """The peak of start, steps, and a save between steps that copies so many bytes."""
         return max(self.peak_bytes, self.steps_bytes + checkpoint_bytes)
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """The block that the pinned allocator takes for `nbytes`: the next power of two.
+    """The size of the pinned allocator's block for `nbytes`: the next power of two.
 
     Source: CachingHostAllocatorImpl::allocate in aten/src/ATen/core/CachingHostAllocator.h, torch 2.13, as
     configured without PYTORCH_ALLOC_CONF.

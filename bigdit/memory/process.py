@@ -51,13 +51,13 @@ Hopper.
 """
 
 STACK = KIB
-"""Bytes of stack of each thread that can be resident, which a context holds from its start.
+"""Bytes of stack that a context reserves for each thread that can be resident.
 
 Source: cudaLimitStackSize's default; 216 MiB on an A100 of 108 × 2048 threads (arcs-skku/EMDC_llvm#13).
 """
 
 DRIVER = ByteRange(low_bytes=133 * MIB, high_bytes=263 * MIB)
-"""The rest of a context before any kernel ran.
+"""The rest of a context before the first kernel.
 
 Derived from measurements of torch processes, less STACK: 256 MiB on an RTX 3090 of 82 × 1536 threads (torch 2.7,
 CUDA 12.8; invoke-ai/InvokeAI#9413), 426 MiB on an RTX 6000 Ada of 142 × 1536 (torch 2.10, CUDA 13.0;
@@ -84,17 +84,17 @@ NCCL_ALONE = {
     "deepspeed": ByteRange(low_bytes=0, high_bytes=580 * MIB),
     "fsdp2": ByteRange(low_bytes=0, high_bytes=84 * MIB),
 }
-"""A communicator of one process by its engine: DeepSpeed makes and uses one, and FSDP2 makes one.
+"""The communicator of a single process by engine: DeepSpeed makes and uses one, FSDP2 only makes one.
 
-Measured on an H100 (torch 2.11, NCCL of CUDA 13.0; benchmarks/gpu_matrix.md): in ZeRO-2 and in FSDP2; of bare
-collectives 564 MiB with the first communicator, 388 with a second.
+Measured on an H100 (torch 2.11, NCCL of CUDA 13.0; benchmarks/gpu_matrix.md) in ZeRO-2 and FSDP2. Collectives alone
+took 564 MiB with the first communicator, and 388 MiB with a second.
 """
 
 NCCL_CHANNEL = ByteRange(low_bytes=20 * MIB, high_bytes=29 * MIB)
 """The buffers of one channel of a communicator, with rings and trees and default NCCL_BUFFSIZE.
 
-Low derived: a buffer of 10 MiB (NVIDIA/nccl#1685) for each of a ring's two neighbours. High measured: 688 MiB
-over the 24 channels of four A100, of which two alone took 544 MiB (NVIDIA/nccl#964).
+Low is derived: a buffer of 10 MiB (NVIDIA/nccl#1685) for each of a ring's two neighbours. High is measured: 688 MiB
+for 24 channels on four A100. With two A100 it was 544 MiB (NVIDIA/nccl#964).
 """
 
 

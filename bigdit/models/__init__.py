@@ -1,7 +1,7 @@
 """Diffusion transformers from diffusers: built from a ModelSpec, called through an adapter for each family.
 
-Checkpointing, offload, FP8, compiled blocks and LoRA are added here, alike for all. `catalog` knows of models without
-torch.
+Checkpointing, offload, FP8, compiled blocks and LoRA are added here in the same way for all families. `catalog`
+describes models without torch.
 """
 
 from bigdit.models.build import build, check_folder, load, not_safetensors, outline, read_single_file, skeleton

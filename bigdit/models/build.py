@@ -35,24 +35,22 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def build(spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype, seed: int | None = None) -> nn.Module:
     """The model with new weights on `device` in `dtype`; the same `seed` gives the same weights.
 
-    diffusers' own initialisers draw them in fp32, and they are cast then: all precisions start from the same values.
-    Raises UserError for a class without an adapter, or an argument that it does not take.
+    diffusers' own initialisers draw them in fp32, then they are cast: all precisions start from the same values. Raises
+    UserError for a class without an adapter, or an argument that it does not take.
     """
     if seed is not None:
         torch.manual_seed(seed)
-    on_host = torch.device(device).type == "cpu"  # tensors are made there anyway, and the context slows each call
+    on_host = torch.device(device).type == "cpu"  # the default; a context would slow each call
     with nullcontext() if on_host else torch.device(device):
         model = _constructed(spec)
     if isinstance(unused := getattr(model, "pad_token", None), nn.Parameter):
-        nn.init.zeros_(unused)  # LuminaNextDiT2DModel leaves it as memory was, which may be NaN
+        nn.init.zeros_(unused)  # LuminaNextDiT2DModel leaves it uninitialised, maybe NaN
     return _in_training(model, dtype)
 
 
 def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
-    """The model in CPU memory with the safetensors weights in `folder`, or in one file.
-
-    Raises UserError where it does not hold weights of this very model.
-    """
+    """The model in CPU memory with the safetensors weights of a folder or a file. Raises UserError if they do not
+    fit."""
     check_folder(spec, folder)
     model_class = _model_class(spec)
     try:
@@ -75,13 +73,13 @@ def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
 
 
 def check_folder(spec: ModelSpec, folder: Path) -> None:
-    """Raise UserError where the folder lacks files of diffusers' weights. `load` checks their contents."""
+    """Raise UserError if the folder lacks files of diffusers' weights. `load` checks their contents."""
     if missing := lacking(folder):
         raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {missing}")
 
 
 def skeleton(spec: ModelSpec, *, dtype: torch.dtype) -> nn.Module:
-    """The model in CPU memory with its buffers, and parameters that nothing was written to: they take no memory yet.
+    """The model in CPU memory with its buffers, and uninitialised parameters, which take no memory yet.
 
     Raises UserError as `build` does.
     """
@@ -118,7 +116,7 @@ def _constructed(spec: ModelSpec) -> nn.Module:
 
 
 def _zeros(spec: ModelSpec, known: Mapping[str, inspect.Parameter]) -> list[str]:
-    """The arguments that are 0 where the class's default is a number above 0."""
+    """The arguments that are 0 and whose default is above 0."""
     defaults = {key: known[key].default for key, value in spec.kwargs.items() if value == 0 and key in known}
     return [
         key
@@ -133,7 +131,7 @@ def _in_training(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _model_class(spec: ModelSpec) -> Any:
-    # diffusers' `to` imports it at its first call, and it makes tensors: the engine's account must not have them.
+    # Imported now, because it makes tensors, and diffusers' `to` would import it while an engine's memory is recorded.
     importlib.import_module("diffusers.hooks")
     family(spec.class_name)
     model_class = PaperDiT if spec.class_name == PaperDiT.__name__ else getattr(diffusers, spec.class_name)
@@ -145,7 +143,7 @@ def _model_class(spec: ModelSpec) -> Any:
 
 
 def _problem(spec: ModelSpec, key: str, value: Any, known: Mapping[str, inspect.Parameter]) -> str | None:
-    """What is wrong with an argument: the class does not have it, or its default is of another kind."""
+    """What is wrong with an argument: the class does not have it, or its type is not that of the default."""
     if key not in known:
         return f"{key}: {spec.class_name} does not take it; {nearest(key, known)}"
     for kind, words in _KINDS.items():
@@ -170,7 +168,7 @@ _FILE = "diffusion_pytorch_model.safetensors"
 
 
 def lacking(folder: Path) -> str | None:
-    """Why a folder is none of diffusers' weights; None where it has their files."""
+    """What a folder lacks of diffusers' weights; None if nothing."""
     if folder.is_file():
         return not_safetensors(folder)
     if not folder.is_dir():
@@ -195,7 +193,7 @@ _NOT_WEIGHTS = {
 
 
 def not_safetensors(file: Path) -> str | None:
-    """What a file is that is no safetensors file, by its name and first bytes; None where it is one."""
+    """Why a file is no safetensors file, by its name and first bytes; None if it is one."""
     if not file.is_file():
         return "it is missing" if not file.exists() else "it is no file"
     if what := _NOT_WEIGHTS.get(file.suffix.lower()):
@@ -211,11 +209,11 @@ def not_safetensors(file: Path) -> str | None:
 
 
 def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, int]:
-    """Load the tensors of a folder or a single file into the model, by name, in `dtype`; how many it lacks, and how
-    many are too many.
+    """Load the tensors of a folder or a single file into the model, by name, in `dtype`.
 
-    Tensors in `dtype` already stay mapped: processes share the pages of the file until they write to them. Raises
-    OSError, ValueError or RuntimeError where a file cannot be read, or a tensor has another shape.
+    Returns how many tensors are missing and how many are unexpected. Tensors that are in `dtype` already stay mapped:
+    processes share the pages of the file until they write to them. Raises OSError, ValueError or RuntimeError if a file
+    cannot be read or a tensor has another shape.
     """
     lacking, unexpected = set(model.state_dict()), set()
     if folder.is_file():
@@ -237,10 +235,10 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, in
 
 
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "first_stage_model.", "vae.")
-"""Of a transformer in a file, and of a VAE: others hold the text encoders that some files have too."""
+"""Two prefixes for a transformer in a file, two for a VAE; others are of text encoders."""
 SCALES = ("scale_weight", "weight_scale")
 _UNUSED = (*SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
-"""What ComfyUI stores beside weights in fp8."""
+"""Further tensors that ComfyUI stores for fp8 weights."""
 
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -251,7 +249,7 @@ def read_single_file(
 ) -> dict[str, torch.Tensor]:
     """The tensors of a file by diffusers' names, in `dtype`. `wanted`: the model's, by name; `config`: a VAE's.
 
-    Raises UserError where diffusers has no converter, or the file is of another model.
+    Raises UserError if diffusers has no converter, or the file is of another model.
     """
     tensors = dequantised(load_file(file), dtype)
     prefixes = _PREFIXES[2:] if config else _PREFIXES[:2]

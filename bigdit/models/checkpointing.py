@@ -20,12 +20,12 @@ from bigdit.strategy import SegmentSpec, Strategy
 from bigdit.units import how_many
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Of the forward pass, and of its recomputation."""
+"""Returns the contexts of the forward pass and of its recomputation."""
 
 aten = torch.ops.aten
 
-# Matrix products and attention: they cost most to compute for each byte that it takes to keep them. The CPU, CUDA's
-# three kernels and torch's mathematical form (bmm) each have an operator of their own.
+# Matrix products and attention take the most time for each byte that they save. Attention has an operator for the CPU,
+# one for each of CUDA's three kernels, and torch's mathematical form (bmm).
 KEPT = (
     aten.mm.default,
     aten.addmm.default,
@@ -42,9 +42,9 @@ KEPT = (
 def apply_checkpointing(model: nn.Module, family: Family, strategy: Strategy) -> None:
     """Recompute the strategy's first blocks in the backward pass; the others keep their activations.
 
-    `selective` blocks keep the outputs of matrix products, convolutions and attention, and recompute the rest. A
-    block's `forward` is replaced, not the block: parameters keep their names, and modules the hooks of engines. Raises
-    UserError where the model has fewer blocks.
+    `selective` blocks keep the outputs of matrix products, convolutions and attention, and recompute the rest. Only a
+    block's `forward` is replaced: parameters keep their names, and modules keep the engines' hooks. Raises UserError if
+    the model has fewer blocks.
     """
     blocks, asked = family.blocks(model), strategy.checkpointed_blocks
     first = len(blocks) if asked == "all" else asked
@@ -66,14 +66,14 @@ def apply_checkpointing(model: nn.Module, family: Family, strategy: Strategy) ->
 
 
 def _kept() -> list[torch._ops.OpOverload]:
-    """The operators whose outputs are kept; that of an nf4 base exists once bitsandbytes is imported."""
+    """The operators whose outputs are kept; the one of an nf4 base exists only if bitsandbytes is imported."""
     nf4 = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
     return [*KEPT, *(() if nf4 is None else (nf4.default,))]
 
 
 def _selective(kept: Collection[Any]) -> tuple[_Keeping, _Reusing]:
-    """Torch's `create_selective_checkpoint_contexts` without what compiled blocks need, which are never selective: each
-    operator takes less of the CPU's time."""
+    """torch's `create_selective_checkpoint_contexts` without support for compiled blocks, to save CPU time for each
+    operator. Compiled blocks are never selective."""
     keeping = _Keeping(kept)
     return keeping, _Reusing(keeping.returned)
 
@@ -81,7 +81,7 @@ def _selective(kept: Collection[Any]) -> tuple[_Keeping, _Reusing]:
 class _Uncompiled(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # keeping the compiler out takes its time at every operation
+        return False  # skipping the compiler takes time at every operation
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -89,7 +89,7 @@ class _Uncompiled(TorchDispatchMode):
 
 
 class _Keeping(_Uncompiled):
-    """Keeps what some operators return, in order, with the version of each tensor."""
+    """Keeps the outputs of some operators, in order, with the version of each tensor."""
 
     def __init__(self, kept: Collection[Any]) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Keeping(_Uncompiled):
 
 
 def _detached(value: Any) -> tuple[Any, int]:
-    """Without the graph, which would hold itself. Its version is shared with the tensor that the block goes on with."""
+    """The tensor without its graph, which would be a reference cycle, and its version, which both tensors share."""
     if not isinstance(value, torch.Tensor):
         return value, 0
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -113,7 +113,7 @@ def _detached(value: Any) -> tuple[Any, int]:
 
 
 class _Reusing(_Uncompiled):
-    """Hands out what was kept, once, instead of running these operators."""
+    """Returns each kept output once, instead of running the operator."""
 
     def __init__(self, returned: Mapping[Any, list[Any]]) -> None:
         super().__init__()
@@ -150,13 +150,13 @@ def _checkpointed(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Checkpoint a block without keeping what the block `before` returned: to recompute it is to recompute both.
+    """Checkpoint a block without keeping the outputs of the block `before`, which is recomputed with it.
 
-    So of a segment the inputs of its first block are kept, and those of others that come from elsewhere. All are
-    positional to torch, which saves no keyword as autograd saves tensors: offload would not move it.
+    So a segment keeps the inputs of its first block, and inputs of others that come from elsewhere. All arguments are
+    positional for torch: autograd does not save keyword arguments, so offload would not move them.
     """
     earlier, count, names = _Earlier(before, [*args, *kwargs.values()]), len(args), tuple(kwargs)
-    saving, reusing = contexts()  # not checkpoint's own: those would surround the recomputation of others too
+    saving, reusing = contexts()  # checkpoint's own contexts would include recomputation of other blocks
 
     def call(*others: Any) -> tuple[Any, torch.Tensor | None]:
         given = earlier.joined(others)
@@ -175,7 +175,7 @@ def _checkpointed(
 
 
 class _Recomputed(torch.autograd.Function):
-    """Saves tensors that a block returns. Its checkpoint keeps none: `saved_tensors` of the node recomputes the
+    """Saves a block's outputs. The checkpoint around it keeps none: `saved_tensors` of the node recomputes the
     block."""
 
     @staticmethod
@@ -186,8 +186,8 @@ class _Recomputed(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _Signature:
-    """Left on the storages of what `block` returns: the output of its _Recomputed, and each tensor's number by its
-    place. Engines hand views to the next block, and so do not keep the tensors themselves."""
+    """An attribute of the storages of a block's outputs: the output of its _Recomputed, and each tensor's number by its
+    place. The tensors themselves cannot have it, because engines pass views to the next block."""
 
     block: nn.Module
     recomputed: torch.Tensor
@@ -195,7 +195,7 @@ class _Signature:
 
     @property
     def found(self) -> tuple[torch.Tensor, ...]:
-        """What `block` returns, recomputed."""
+        """The block's outputs, recomputed."""
         node: Any = self.recomputed.grad_fn
         return node.saved_tensors
 
@@ -210,7 +210,7 @@ _SIGNATURE = "bigdit_signature"
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where it lies in its storage, and how often that was written to."""
+    """The position in its storage, and the version of its data."""
     return (
         tensor.untyped_storage()._cdata,
         tensor.storage_offset(),
@@ -222,9 +222,9 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _Earlier:
-    """Arguments that the block `before` returned, and the `others`, with None in the places of these.
+    """Arguments that the block `before` returned, and the `others`, with None in the places of the first.
 
-    In the forward pass `joined` has them; once they are `gone`, it recomputes them.
+    In the forward pass `joined` returns them; once they are `gone`, it recomputes them.
     """
 
     def __init__(self, before: nn.Module | None, given: Sequence[Any]) -> None:
@@ -243,7 +243,7 @@ class _Earlier:
                 self._live[at], self.others[at] = each, None
 
     def forget(self) -> None:
-        """The forward pass is over."""
+        """Release the arguments, after the forward pass."""
         self.gone, self.others = True, []
         self._live.clear()
 
@@ -257,7 +257,7 @@ class _Earlier:
 
 
 def _gather(block: nn.Module) -> None:
-    """Have the block's own weights whole: it may be recomputed before engines gather them for its backward pass."""
+    """Gather the block's own weights: it may be recomputed before an engine gathers them for its backward pass."""
     if hasattr(block, "unshard"):  # FSDP2's
         block.unshard()
     for parameter in block.parameters(recurse=False):

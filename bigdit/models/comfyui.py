@@ -1,6 +1,6 @@
 """Adapters in ComfyUI's names and shapes, for models that ComfyUI has.
 
-ComfyUI reads no metadata: without a tensor `.alpha` the product B·A counts as it is. Source: comfy/lora.py,
+ComfyUI reads no metadata: without a tensor `.alpha` the product B·A is not scaled. Source: comfy/lora.py,
 comfy/utils.py and comfy/weight_adapter of ComfyUI 0.33.0, and its models for the names of their layers.
 """
 
@@ -32,7 +32,7 @@ AS_DIFFUSERS = frozenset(
 """Classes whose layers ComfyUI also knows by diffusers' names."""
 
 _TURNED = re.compile(r".*\bnorm_out\.linear|SD3.*norm1_context\.linear")
-"""Classes and layers among these whose halves of rows ComfyUI may swap: in B, but not in the scales of DoRA."""
+"""Classes and layers of these whose halves of rows ComfyUI swaps in B, but not in the scales of DoRA."""
 
 
 def _qkv(here: str, there: str) -> dict[str, str]:
@@ -121,7 +121,7 @@ _RENAMED: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
     "HunyuanImageTransformer2DModel": _HUNYUAN,
 }
 """For each class its lists of blocks, with ComfyUI's names of the list and of the layers in a block. `#i`: part i of
-the rows of one layer there. `~`: the two halves of the rows are swapped there. `|`: each half is a layer of its own."""
+the rows of one layer. `~`: the halves of its rows are swapped. `|`: each half is a layer."""
 
 
 KNOWN = AS_DIFFUSERS | _RENAMED.keys()
@@ -129,7 +129,7 @@ KNOWN = AS_DIFFUSERS | _RENAMED.keys()
 
 
 class Adapter(NamedTuple):
-    """For one linear layer: `down` [rank, in], `up` [out, rank] with the scale in it, and DoRA's `magnitudes` [out]."""
+    """For one linear layer: `down` [rank, in], `up` [out, rank] times the scale, and DoRA's `magnitudes` [out]."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -137,10 +137,7 @@ class Adapter(NamedTuple):
 
 
 def needed(class_name: str, *, dora: bool) -> bool:
-    """Whether ComfyUI has the model, but cannot read its adapters in diffusers' layout.
-
-    Raises UserError where it reads no adapters of the class in any layout.
-    """
+    """Whether ComfyUI cannot read the class's adapters in diffusers' layout. Raises UserError if in no layout."""
     if class_name not in KNOWN:
         raise UserError(f"ComfyUI reads no adapters of {class_name}; use diffusers or `bigdit sample`")
     return class_name in _RENAMED or (dora and class_name in AS_DIFFUSERS)
@@ -152,9 +149,9 @@ def tensors(
     rows: Mapping[str, int],
     weight: Callable[[str], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """The adapters in ComfyUI's layout. `rows`: those of each linear layer; `weight`: a frozen weight, for DoRA.
+    """The adapters in ComfyUI's layout. `rows`: of each linear layer; `weight`: returns a frozen weight, for DoRA.
 
-    Raises UserError where a layer has no place in ComfyUI.
+    Raises UserError for a layer that ComfyUI does not have.
     """
     dora = any(each.magnitudes is not None for each in adapters.values())
     found: dict[str, torch.Tensor] = {}
@@ -182,7 +179,7 @@ def tensors(
 def hadamard(
     class_name: str, adapters: Mapping[str, Mapping[str, torch.Tensor]], rows: Mapping[str, int], scale: float
 ) -> dict[str, torch.Tensor]:
-    """LoHa in ComfyUI's layout: both products are joined by rows, as LoRA's is. Raises UserError as `tensors` does."""
+    """LoHa in ComfyUI's layout: each product is joined by rows, like LoRA's. Raises UserError as `tensors` does."""
     found = {}
     for each, factor in (("hada_w1", scale), ("hada_w2", 1.0)):
         own = {name: Adapter(part[f"{each}_b"], part[f"{each}_a"] * factor, None) for name, part in adapters.items()}
@@ -195,7 +192,7 @@ def hadamard(
 def kronecker(
     class_name: str, adapters: Mapping[str, Mapping[str, torch.Tensor]], rows: Mapping[str, int], scale: float
 ) -> dict[str, torch.Tensor]:
-    """LoKr in ComfyUI's layout. Raises UserError where a layer has no place of its own there."""
+    """LoKr in ComfyUI's layout. Raises UserError for a layer that is not one layer in ComfyUI."""
     found, left = {}, set(adapters)
     for layer, names in layers(class_name, rows).items():
         if left.isdisjoint(names):
@@ -211,11 +208,11 @@ def kronecker(
 
 
 PRODUCTS = {"lokr": kronecker, "loha": hadamard}
-"""What lays out adapters of other kinds than LoRA; the scale goes into one matrix, since alpha is not written."""
+"""Layouts of adapters other than LoRA. Alpha is not written, so the scale is in one matrix."""
 
 
 def layers(class_name: str, names: Iterable[str], *, dora: bool = False) -> dict[str, list[str]]:
-    """ComfyUI's layers, and for each the layers of the model whose rows it has, one after another."""
+    """ComfyUI's layers, and for each the model's layers whose rows it has, in order."""
     found: dict[str, dict[int, str]] = {}
     for name in names:
         place = _place(class_name, name, dora=dora)
@@ -235,7 +232,7 @@ def _place(class_name: str, name: str, *, dora: bool) -> str | None:
 
 
 def _up(names: list[str], adapters: Mapping[str, Adapter], rows: Mapping[str, int]) -> torch.Tensor:
-    """One block on the diagonal for each adapter; rows of zeros for parts that have none."""
+    """A block-diagonal matrix of the adapters; rows of zeros for layers without one."""
     blocks = [adapters[name].up if name in adapters else torch.empty(rows[name], 0) for name in names]
     return torch.block_diag(*blocks)
 

@@ -1,10 +1,10 @@
 """Context parallelism: each process has a part of a sample's tokens.
 
-Ulysses (Jacobs et al., arXiv:2309.14509): before attention, processes exchange tokens for heads: each has all tokens of
-some heads. Afterwards they exchange back. Rings (Liu et al., arXiv:2310.01889): each process attends to one block of
-keys and values after another, which go round. With both, those that exchange heads are neighbours, and their tokens
-together are a block (USP, Fang and Zhao, arXiv:2405.07719).
-A process's gradient is that of its own tokens. The gradients of a sample are their sum.
+Ulysses (Jacobs et al., arXiv:2309.14509): before attention, processes exchange tokens for heads, so each has all tokens
+of some heads. Afterwards they exchange back. Rings (Liu et al., arXiv:2310.01889): blocks of keys and values go round,
+and each process attends to one after another. With both, neighbours exchange heads, and their tokens together are a
+block (USP, Fang and Zhao, arXiv:2405.07719).
+A process has the gradient of its own tokens. The gradient of a sample is the sum over processes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from bigdit.models.ring import Ring
 
 
 def split_context(model: nn.Module, family: Family, mesh: DeviceMesh) -> None:
-    """Have the model split its tokens over the processes of a `mesh`, and return whole predictions.
+    """Make the model split its tokens over the processes of a `mesh`, and return whole predictions.
 
-    Its dimensions are `ring`, `ulysses`, or the two in this order. Apply it after all that `equip` does, and before an
-    engine takes the model. Raises UserError where diffusers is told to attend by other kernels than torch's own: each
-    process would attend to its own tokens alone.
+    The mesh has the dimensions `ring`, `ulysses`, or both in this order. Call it after `equip`, before an engine takes
+    the model. Raises UserError if diffusers uses other attention than torch's: each process would attend only to its
+    own tokens.
     """
     if not DIFFUSERS_ATTN_BACKEND.removeprefix("_").startswith("native"):
         raise UserError(
@@ -54,16 +54,16 @@ def split_context(model: nn.Module, family: Family, mesh: DeviceMesh) -> None:
     apply_context_parallel(model, split, plan)  # type: ignore[arg-type]
     if FAMILIES[family.CLASS_NAME].keeps_first:
         model.register_forward_pre_hook(functools.partial(_own_times, group), with_kwargs=True)
-    mode: Callable[[int], TorchFunctionMode] = functools.partial(_Summed, group)
+    mode: Callable[[int], TorchFunctionMode] = functools.partial(_SummedAttention, group)
     if not context.linear:
         groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
-        mode = functools.partial(_Shared, groups, context.text)
+        mode = functools.partial(_SharedAttention, groups, context.text)
     for block in family.blocks(model):
         for name, module in block.named_modules():
             if hasattr(module, "processor") and name != context.across:
-                module.forward = functools.partial(_within, mode, module.forward)
+                module.forward = functools.partial(_in_mode, mode, module.forward)
         if context.linear:
-            block.forward = functools.partial(_of_rows, group.size(), block.forward)
+            block.forward = functools.partial(_with_rows, group.size(), block.forward)
             depthwise = block.ff.conv_depth
             depthwise.forward = functools.partial(_with_neighbours, group, depthwise.forward)
 
@@ -77,33 +77,33 @@ def _part(dim: int | tuple[int, int], *, split_output: bool) -> Any:
 def _own_times(
     group: dist.ProcessGroup, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of a model whose tokens may each have a t, [B, tokens]: this process's."""
+    """The inputs of a model; if each token has a t, [B, tokens], only those of this process."""
     if (times := kwargs["timestep"]).dim() == 2:
         kwargs = {**kwargs, "timestep": times.chunk(group.size(), 1)[group.rank()]}
     return args, kwargs
 
 
-def _within(mode: Callable[[int], TorchFunctionMode], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an attention within a mode that is told how many tokens of text it has."""
+def _in_mode(mode: Callable[[int], TorchFunctionMode], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an attention within a mode, which gets the number of text tokens."""
     text = kwargs.get("encoder_hidden_states")
     with mode(0 if text is None else text.shape[1]):
         return forward(*args, **kwargs)
 
 
-def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the function returns. Within a mode, torch 2.13 cannot compile methods that it knows by name elsewhere, such
-    as `unflatten`, and those that others replaced."""
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function, as a method if it is one of a tensor: within a mode, torch 2.13 cannot compile some methods as
+    functions, such as `unflatten` and replaced ones."""
     name = func.__name__
     if getattr(torch.Tensor, name, None) is func:
         return getattr(args[0], name)(*args[1:], **(kwargs or {}))
     return func(*args, **(kwargs or {}))
 
 
-class _Shared(TorchFunctionMode):
-    """Within it, attention is of all tokens of the groups.
+class _SharedAttention(TorchFunctionMode):
+    """A mode in which attention sees all tokens of the groups.
 
-    `ulysses`: each process has a share of the heads; `ring`: a share of the keys, one after the other. `place`: where
-    the `text` tokens are that each process has whole, if they are not split.
+    In the group `ulysses` each process has a share of the heads; in `ring` it sees one share of the keys after another.
+    `place`: where the `text` tokens are, which each process has whole; None if they are split.
     """
 
     def __init__(self, groups: dict[str, dist.ProcessGroup], place: str | None, text: int) -> None:
@@ -113,7 +113,7 @@ class _Shared(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
-            return _called(func, args, kwargs)
+            return _call(func, args, kwargs)
         return self._attend(*args, **(kwargs or {}))
 
     def _attend(
@@ -124,24 +124,24 @@ class _Shared(TorchFunctionMode):
         attn_mask: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """As scaled_dot_product_attention, on [B, heads, tokens, D]. The mask [B, 1, 1, tokens] is of keys alone, or
-        [B, 1, tokens, tokens] of queries, too: what queries of hidden text find is read by nothing."""
-        mask = self._of_keys(attn_mask) if self._text and attn_mask is not None else attn_mask
+        """scaled_dot_product_attention of [B, heads, tokens, D]. The mask is [B, 1, 1, tokens] for keys. One for
+        queries too, [B, 1, tokens, tokens], is reduced to keys: results for hidden text are not used."""
+        mask = self._key_mask(attn_mask) if self._text and attn_mask is not None else attn_mask
         if self._group is None:
-            return self._of_heads(query, key, value, mask, **options)
+            return self._attend_heads(query, key, value, mask, **options)
         if not self._text:
             query, key, value = (_Exchange.apply(each, self._group, _HEADS, _TOKENS) for each in (query, key, value))
             mask = None if mask is None else _gathered(mask, self._group)
-            attended = self._of_heads(query, key, value, mask, **options)
+            attended = self._attend_heads(query, key, value, mask, **options)
             shared: torch.Tensor = _Exchange.apply(attended, self._group, _TOKENS, _HEADS)
             return shared
         query, key, value = (self._own_heads(each, self._group) for each in (query, key, value))
-        return self._own_tokens(self._of_heads(query, key, value, mask, **options), self._group)
+        return self._own_tokens(self._attend_heads(query, key, value, mask, **options), self._group)
 
-    def _of_heads(
+    def _attend_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
     ) -> torch.Tensor:
-        """Attention of the heads that this process has, to the keys of the ring."""
+        """Attention of this process's heads to the keys of the ring."""
         if self._ring is None:
             return F.scaled_dot_product_attention(query, key, value, mask, **options)
         scale = options.pop("scale", None)
@@ -156,8 +156,8 @@ class _Shared(TorchFunctionMode):
         attended: torch.Tensor = Ring.apply(query, key, value, mask, masks, moving, scale, self._ring)
         return attended
 
-    def _parted(self, tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens of text, and the others."""
+    def _split_text(self, tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The text tokens, and the others."""
         others = tensor.shape[dim] - self._text
         if self._first:
             text, image = tensor.split((self._text, others), dim)
@@ -170,32 +170,32 @@ class _Shared(TorchFunctionMode):
 
     def _own_heads(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """All tokens of this process's heads, from its own tokens of all heads."""
-        text, image = self._parted(tensor, 2)
+        text, image = self._split_text(tensor, 2)
         own = text.chunk(group.size(), 1)[group.rank()]
         return torch.cat(self._joined(own, _Exchange.apply(image, group, _HEADS, _TOKENS)), 2)
 
     def _own_tokens(self, attended: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """The inverse. Each process gets the whole text."""
-        text, image = self._parted(attended, 2)
+        text, image = self._split_text(attended, 2)
         pieces = [each for part in image.chunk(group.size(), 2) for each in self._joined(text, part)]
         shared: torch.Tensor = _Exchange.apply(torch.cat(pieces, 2), group, _TOKENS, _HEADS)
         return shared
 
-    def _of_keys(self, mask: torch.Tensor) -> torch.Tensor:
-        """The mask [B, 1, 1, tokens] of the keys that come here by Ulysses: those of the image are shown."""
-        text, image = self._parted(self._parted(mask, 2)[1][:, :, :1], 3)
+    def _key_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """The mask [B, 1, 1, tokens] of this process's keys after Ulysses: image tokens are not masked."""
+        text, image = self._split_text(self._split_text(mask, 2)[1][:, :, :1], 3)
         return torch.cat(self._joined(text, image.repeat(1, 1, 1, 1 if self._group is None else self._group.size())), 3)
 
 
-class _Summed(TorchFunctionMode):
-    """Within it, linear attention is of all tokens of the group: its first product is a sum over tokens."""
+class _SummedAttention(TorchFunctionMode):
+    """A mode in which linear attention sees all tokens of the group: its first product is summed over processes."""
 
     def __init__(self, group: dist.ProcessGroup, text: int) -> None:
         super().__init__()
         self._group, self._over = group, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = _called(func, args, kwargs)
+        found = _call(func, args, kwargs)
         if func is not torch.matmul or self._over:
             return found
         self._over = True
@@ -221,19 +221,19 @@ class _Sum(torch.autograd.Function):
         return summed
 
 
-def _of_rows(parts: int, forward: Callable[..., Any], *args: Any) -> Any:
-    """Call a block of Sana's with its part of the rows."""
+def _with_rows(parts: int, forward: Callable[..., Any], *args: Any) -> Any:
+    """Call a block of Sana with the height of this process's part."""
     *others, height, width = args
     return forward(*others, height // parts, width)
 
 
 def _with_neighbours(group: dist.ProcessGroup, forward: Callable[..., Any], rows: torch.Tensor) -> Any:
-    """Call a convolution of 3 × 3 with the rows [B, C, rows, W] above and below, which other processes have."""
-    return forward(_Bordered.apply(rows, group))[:, :, 1:-1]
+    """Call a 3 × 3 convolution on rows [B, C, rows, W], with the neighbouring rows of other processes."""
+    return forward(_WithBorders.apply(rows, group))[:, :, 1:-1]
 
 
-class _Bordered(torch.autograd.Function):
-    """Rows between the last one of the process before and the first one of the next; zeros at both ends."""
+class _WithBorders(torch.autograd.Function):
+    """Rows with the last row of the previous process above and the first row of the next below; zeros at both ends."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -252,7 +252,7 @@ class _Bordered(torch.autograd.Function):
 
 
 def _borders(last: torch.Tensor, first: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """`last` of the process before, and `first` of the next, [B, C, 1, W]; zeros where there is none."""
+    """`last` of the previous process and `first` of the next, [B, C, 1, W]; zeros at the ends."""
     own = torch.stack([last, first])
     every = own.new_empty((2 * group.size(), *last.shape))
     dist.all_gather_into_tensor(every, own, group=group)

@@ -1,7 +1,7 @@
-"""What a strategy changes in the plain model before an engine takes it: LoRA, a ControlNet, FP8, compiled and swapped
-blocks, checkpointing, offload of activations.
+"""What a strategy changes in a model before an engine takes it: LoRA, a ControlNet, FP8, compiled and swapped blocks,
+checkpointing, offload of activations.
 
-A ControlNet is diffusers' class, which starts as the transformer's first blocks. Source: Zhang et al.,
+A ControlNet is diffusers' class, and starts as the transformer's first blocks. Source: Zhang et al.,
 arXiv:2302.05543; diffusers' ControlNets of transformers, their `from_transformer`, and its scripts
 train_controlnet_flux.py, train_controlnet_sd3.py and train_controlnet_sana.py.
 """
@@ -44,8 +44,8 @@ def equip(
 ) -> nn.Module:
     """The model, in place, with all that the strategy adds to it.
 
-    `seed`: of the adapters' values; `backend`: torch's compiler. Raises UserError where the model has fewer blocks than
-    are swapped or checkpointed, or where a target of the adapters is no linear layer.
+    `seed`: of the adapters' values; `backend`: of torch's compiler. Raises UserError if more blocks are swapped or
+    checkpointed than the model has, or if a target of the adapters is no linear layer.
     """
     adapt(model, family, strategy, seed=seed)
     return arrange(model, family, strategy, backend=backend)
@@ -77,7 +77,7 @@ def adapt_text(model: nn.Module, encoders: Mapping[str, nn.Module], strategy: St
 
 
 def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: str = "inductor") -> nn.Module:
-    """All that `equip` does but the adapters and the ControlNet."""
+    """All that `equip` does, except adapters and ControlNet."""
     if strategy.float8 != "none":
         use_float8(model, family, strategy.float8)
     if strategy.compile_blocks:
@@ -104,15 +104,14 @@ def compile_blocks(
     whole: bool = False,
     apart: bool = False,
 ) -> None:
-    """Have each block compiled when it is first called with new shapes or strides.
+    """Compile each block when it is first called with new shapes or strides.
 
-    Regional compilation: blocks that are alike share their graphs. Apply it before checkpointing and offload: torch
-    finds graphs by the code of a class's own `forward`, and what replaces that has none. Each bucket has its own
-    graphs: with sizes that may change, Inductor of torch 2.13 does not know how convolutions lie in memory. `whole`: a
-    block that would be compiled in pieces is an error; between pieces, torch 2.13 loses attention over processes, and
-    gradients are wrong. `apart`: outputs of a block share no memory; torch 2.13 compiles no two slices of one tensor,
-    as of Flux.1's single blocks, with the weights in FP8 that FSDP2 gathers. Raises UserError where a variable keeps
-    torch from compiling.
+    Regional compilation: equal blocks share their graphs. Call it before checkpointing and offload: torch finds graphs
+    by the code of the class's own `forward`, not by that of replacements. Each bucket has its own graphs: with dynamic
+    sizes, Inductor of torch 2.13 does not know how convolutions lie in memory. `whole`: a graph break is an error;
+    between pieces, torch 2.13 loses attention over processes, and gradients are wrong. `apart`: a block's outputs share
+    no memory; with FSDP2's FP8 weights, torch 2.13 cannot compile two slices of one tensor, as in Flux.1's single
+    blocks. Raises UserError if an environment variable disables the compiler.
 
     Source: PyTorch's recipe on regional compilation; `compile_repeated_blocks` of diffusers' ModelMixin.
     """
@@ -120,10 +119,10 @@ def compile_blocks(
         raise UserError(f"strategy.compile_blocks is true, and {_DISABLED} is 1; unset it, or leave compile_blocks out")
     import torch._dynamo as dynamo  # here: it takes a second to import
 
-    # torch finds by time whether products are faster with padding: then no plan could say what they take. Where a block
-    # has convolutions, as Sana's, torch 2.13 lays all out as they like it: a mask too, which attention then refuses.
+    # shape_padding measures whether padded products are faster, so no plan could know their memory. In blocks with
+    # convolutions (Sana) layout_optimization of torch 2.13 also changes the mask's layout, and attention rejects it.
     options = {"shape_padding": False, "layout_optimization": False} if backend == "inductor" else None
-    dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # else 8: four buckets, and then none
+    dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # 8 are enough for four buckets
     *_, last = blocks = family.blocks(model)
     for block in blocks:
         forward = types.MethodType(_apart(type(block).forward), block) if apart else block.forward
@@ -134,8 +133,10 @@ def compile_blocks(
 
 @functools.cache
 def _apart(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A class's own forward, with a copy of each of several outputs, which the compiler makes no kernel for where it
-    can write there at once. A class has one, as torch finds graphs by it."""
+    """A class's own forward that copies each of several outputs. The compiler often writes to the copy directly.
+
+    It is cached, because torch finds graphs by it.
+    """
 
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = own(block, *args, **kwargs)
@@ -147,8 +148,8 @@ def _apart(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _detached(forward: Callable[..., Any], unread: int) -> Callable[..., Any]:
-    """A block's `forward`, whose output number `unread` leads no gradient back. Else the compiler makes zeros of a
-    gradient that is not there, and weight decay would reach weights that the loss does not."""
+    """A block's `forward` whose output number `unread` is detached. Otherwise the compiler makes a missing gradient
+    zeros, and weight decay would change weights that the loss does not depend on."""
 
     def detached(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         outputs = [*forward(*args, **kwargs)]
@@ -160,19 +161,19 @@ def _detached(forward: Callable[..., Any], unread: int) -> Callable[..., Any]:
 
 @contextmanager
 def compile_errors() -> Iterator[None]:
-    """Make a UserError of what torch cannot compile within, and of files of its cache that it cannot read or write."""
+    """Raise a UserError if torch cannot compile, or cannot read or write its cache."""
     try:
         yield
     except (RuntimeError, OSError) as error:
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # which torch sets when it first compiles
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # torch sets it when it first compiles
         of_cache = isinstance(error, OSError) and cache is not None and str(error.filename).startswith(cache)
         if not of_cache and not any(each.__module__ == "torch._dynamo.exc" for each in type(error).__mro__):
             raise
         inner = getattr(error, "inner_exception", error)
-        # Of a shape torch's first line says no more than that a call failed; the cause is within.
+        # For a wrong shape torch's first line says only that a call failed; the cause is in the text.
         cause = re.search(r"got (\w+)\(['\"](.*?)['\"]\)", str(inner))
         why = ": ".join(cause.groups() if cause else [type(inner).__name__, *str(inner).splitlines()[:1]])
-        # Of a damaged file it says no more than that it cannot be imported.
+        # For a damaged file it says only that it cannot be imported.
         or_cache = f", or remove the compiler's cache {cache}" if cache is not None and cache in why else ""
         raise UserError(
             f"strategy.compile_blocks: torch cannot compile a block: {why}; leave compile_blocks out{or_cache}"
@@ -180,7 +181,7 @@ def compile_errors() -> Iterator[None]:
 
 
 def compile_notices(strategy: Strategy, buckets: int) -> list[str]:
-    """What to log about compiled blocks of so many buckets, before the first step."""
+    """What to log about compiled blocks before the first step."""
     if not strategy.compile_blocks:
         return []
     waits = f"the first step of each of {how_many(buckets, 'bucket')} waits" if buckets > 1 else "the first step waits"
@@ -188,7 +189,7 @@ def compile_notices(strategy: Strategy, buckets: int) -> list[str]:
 
 
 class CompiledGraphs:
-    """Counts what torch's compiler makes in a run's steps. Each size of a micro-batch should have its graphs once."""
+    """Counts the graphs that torch compiles in a run's steps. Each size of a micro-batch should be compiled once."""
 
     def __init__(self, compiled: bool) -> None:
         self._sizes, self._breaks = set[Hashable](), set[str]()
@@ -200,11 +201,11 @@ class CompiledGraphs:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins. Samples and validation between steps have graphs of their own."""
+        """Start to count for a step. Samples and validation between steps have graphs of their own."""
         self._before = self._count()
 
     def lines(self, done: int, sizes: Collection[Hashable]) -> list[str]:
-        """What to log after the step that made `done` steps, with micro-batches of these sizes."""
+        """What to log after step number `done`, with micro-batches of these sizes."""
         made, new = self._count() - self._before, {*sizes} - self._sizes
         self._sizes |= new
         lines = self.breaks()
@@ -216,7 +217,7 @@ class CompiledGraphs:
         return lines
 
     def breaks(self) -> list[str]:
-        """What keeps torch from compiling a block in one piece, where it was not returned before."""
+        """New reasons why torch cannot compile a block in one piece."""
         breaks = {*self._counters.get("graph_break", ())} - self._breaks
         self._breaks |= breaks
         return [f"a block is compiled in pieces, which costs speed: {why.splitlines()[0]}" for why in sorted(breaks)]
@@ -226,9 +227,9 @@ class CompiledGraphs:
 
 
 def join_gradients(model: nn.Module, family: Family) -> None:
-    """Have each block return one split in place of consecutive slices that make up a tensor.
+    """Make each block return one split instead of consecutive slices of a tensor.
 
-    Apply it before checkpointing, whose recomputation is the block's own.
+    Call it before checkpointing, which recomputes the block's own forward.
     """
     for block in family.blocks(model):
         block.forward = functools.partial(_split, block.forward)
@@ -249,7 +250,7 @@ def _split(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_slice(piece: Any) -> bool:
-    """Whether autograd has it as a direct slice of the tensor that it is a view of."""
+    """Whether it is a direct slice, in autograd's graph, of the tensor that it is a view of."""
     if not isinstance(piece, torch.Tensor) or piece.grad_fn is None or piece._base is None:
         return False
     whole = piece._base.grad_fn
@@ -267,13 +268,13 @@ Packed: TypeAlias = "torch.Tensor | tuple[torch.device, torch.Tensor, tuple[int,
 def offload_activations(model: nn.Module, family: Family, *, strided: bool = False) -> None:
     """Copy what autograd saves in each block to CPU memory, and back when the backward pass needs it.
 
-    Apply it after checkpointing: then the inputs of a checkpointed block move, and what a selective one keeps stays.
-    Weights stay too. A tensor that several operations save is copied for each; an expanded one as the memory behind it.
-    CPU memory is pinned where the device is a GPU. On a CPU the copy saves nothing. `strided`: slices come back with
-    the strides that they had, as compiled blocks expect, in as much memory as they were spread over.
+    Call it after checkpointing: then inputs of checkpointed blocks move; what selective blocks keep stays, as weights
+    do. A tensor that several operations save is copied for each, an expanded one as the memory behind it. CPU memory is
+    pinned if the device is a GPU. `strided`: slices return with their strides, as compiled blocks expect, in as much
+    memory as they spanned.
     """
     for block in family.blocks(model):
-        # Taken now, before an engine takes the parameters apart.
+        # Read now, before an engine shards the parameters.
         sizes = {parameter.numel() for parameter in block.parameters()}
         to_host = functools.partial(_to_host, block, sizes, strided)
         block.forward = functools.partial(_offloaded, to_host, block.forward)
@@ -285,7 +286,7 @@ def _offloaded(to_host: Callable[..., Packed], forward: Callable[..., Any], *arg
 
 
 def _to_host(block: nn.Module, sizes: set[int], strided: bool, tensor: torch.Tensor) -> Packed:
-    # As torch.autograd.graph.save_on_cpu, which moves weights too, and forgets the strides.
+    # Like torch.autograd.graph.save_on_cpu, which also moves weights, and loses the strides.
     if is_traceable_wrapper_subclass(tensor) or (tensor.numel() in sizes and _is_weight(block, tensor)):
         return tensor  # FSDP2's weights in FP8 are such wrappers
     expanded, strides = None, tensor.stride()
@@ -316,15 +317,15 @@ def _is_weight(block: nn.Module, tensor: torch.Tensor) -> bool:
 
 
 _CONTROLNET_ZEROS = ("controlnet_", "pos_embed_input.", "input_block.")
-"""What of a ControlNet starts as zeros."""
+"""Prefixes of a ControlNet's parameters that start as zeros."""
 _RESIDUALS = {"controlnet_block_samples": "block_controlnet_hidden_states"}
-"""What SD3's transformer calls the residuals."""
+"""SD3's name of the residuals."""
 
 
 def add_controlnet(model: nn.Module, family: Family, spec: ControlNetSpec) -> None:
-    """Freeze the model, and add a ControlNet in its dtype, which it runs before itself where it is given an image.
+    """Freeze the model, and add a ControlNet in its dtype, which runs first if an image is given.
 
-    Raises UserError where the model has no ControlNet, or fewer blocks.
+    Raises UserError if the model has no ControlNet, or fewer blocks.
     """
     device = next(model.parameters()).device
     controlnet = _outlined(model, family, spec, device)
@@ -374,7 +375,7 @@ def _outlined(model: nn.Module, family: Family, spec: ControlNetSpec, device: to
 def _controlled(
     forward: Callable[..., Any], controlnet: nn.Module, taken: Any, known: Any, *args: Any, **given: Any
 ) -> Any:
-    """The transformer's own `forward`, with what the ControlNet adds to its blocks where there is an image."""
+    """The transformer's own `forward`, with the residuals of the ControlNet if there is an image."""
     if CONTROL_IMAGE not in given:
         return forward(*args, **given)
     found = controlnet(**{name: each for name, each in given.items() if name in taken} | {"return_dict": True})

@@ -1,8 +1,7 @@
 """FP8 products of the blocks' linear layers, by torchao's float8 training.
 
-A layer keeps its name and its weight in the model's dtype. In each pass torchao casts input, weight and gradient to
-FP8 by their largest values. On a CPU it rounds to FP8 and multiplies in fp32: the numbers are those of FP8, the speed
-is not.
+A layer keeps its name, and its weight in the model's dtype. In each pass torchao casts input, weight and gradient to
+FP8 by their largest values. On a CPU it rounds to FP8 and multiplies in fp32: same numbers, not faster.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from bigdit.models.family import Family
 from bigdit.strategy import Float8, Strategy
 
 MULTIPLE = 16
-"""FP8 products need sizes that this divides. Source: `_scaled_mm` in aten/src/ATen/native/cuda/ScaledBlas.cpp."""
+"""Sizes in FP8 products must be multiples of this. Source: `_scaled_mm` in aten/src/ATen/native/cuda/ScaledBlas.cpp."""
 
 SINCE = (8, 9)
 """The first compute capability that multiplies in FP8. Source: `_scaled_mm_allowed_device` there."""
 
 _NOT_OF_TOKENS = re.compile(r"\b(\w*norm\w*|\w*mod|\w*modulation\w*|experts|lora_[AB])\b", re.IGNORECASE)
-"""Parts of the names of layers that see one row a sample, as many rows as a router sends, or that adapt another one."""
+"""Parts of the names of layers with one row per sample, layers of experts, and adapters."""
 
 
 def use_float8(model: nn.Module, family: Family, recipe: Float8) -> None:
-    """Replace the linear layers of the blocks that tokens go through, where 16 divides their sizes.
+    """Replace the linear layers for tokens in the blocks, if their sizes are multiples of 16.
 
-    Raises UserError where no layer is left, and where torchao is missing.
+    Raises UserError if no layer is left, or if torchao is missing.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # it takes seconds to import
     except ImportError as error:
         raise UserError(f"strategy.float8 is {recipe}, and torchao cannot be imported: {error}; install it") from None
-    # Samples and tokens are an inner size in the weight's gradient: there 16 need not divide it.
+    # For the weight's gradient the inner size is the number of tokens: it is padded.
     emulate = not torch.cuda.is_available()
     config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True, emulate=emulate)
     for block in family.blocks(model):
@@ -57,7 +56,7 @@ def use_float8(model: nn.Module, family: Family, recipe: Float8) -> None:
 
 
 def check_gpu(strategy: Strategy, device: torch.device) -> None:
-    """Raise UserError where the device is a GPU without FP8."""
+    """Raise UserError for a GPU without FP8."""
     if strategy.float8 == "none" or device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
@@ -70,7 +69,7 @@ def check_gpu(strategy: Strategy, device: torch.device) -> None:
 
 
 def _contiguous(layer: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    """torchao cannot change the layout of a tensor with a scale per row."""
+    """Make the input contiguous: torchao cannot change the layout of a tensor with a scale per row."""
     return (inputs[0].contiguous(),)
 
 
@@ -82,12 +81,12 @@ def _takes_float8(layer: nn.Module, name: str) -> bool:
 
 
 def of_tokens(name: str) -> bool:
-    """Whether tokens go through the layer of that name in a block, as many as a sample has."""
+    """Whether the layer of that name in a block sees all tokens of a sample."""
     return _NOT_OF_TOKENS.search(name) is None
 
 
 def float8_count(model: nn.Module, family: Family) -> tuple[int, int]:
-    """How many of the blocks' linear layers multiply in FP8, and how many there are; adapters do not count."""
+    """The number of the blocks' linear layers in FP8, and of all of them without adapters."""
     linears = [
         layer
         for block in family.blocks(model)
@@ -111,7 +110,7 @@ def _is_float8(layer: nn.Module) -> bool:
 
 
 def gather_in_float8(layer: nn.Module) -> None:
-    """Have FSDP2 cast the layer's shards to FP8, by one scale for the whole weight, and gather a byte an element."""
+    """Make FSDP2 cast the layer's shards to FP8, with one scale per weight, and gather one byte per element."""
     if _is_float8(layer):
         from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
@@ -134,20 +133,20 @@ _PRODUCT = "matmul_with_hp_or_float8_args"
 
 
 def keep_float8() -> None:
-    """Have torch keep what it traces of torchao's FP8, whose functions it knows nothing of: their code is the same as
-    long as torchao is. By default it keeps the kernels alone, and tracing again takes three times as long."""
+    """Let torch cache the traces of torchao's FP8 functions, keyed by torchao's version. By default it caches only
+    kernels, and tracing again takes three times as long."""
     from torch._dynamo.variables import misc
 
     produce = getattr(misc, "produce_trampoline_autograd_apply", None)
     if produce is None:
-        return  # another torch traces again: the same bytes, later
+        return  # another torch: it traces again
     named = [f"torchao.float8.{name}" for name in _FLOAT8]
     safe = dict.fromkeys([*named, f"{misc.__name__}.{_PRODUCT}"], version("torchao"))
     torch._inductor.config.unsafe_marked_cacheable_functions = safe
 
     @functools.cache
     def findable(function: Any) -> Any:
-        """torch calls a function of autograd by one that has no name, and so cannot be in a key of the cache."""
+        """The function by which torch calls one of autograd, with a name, so that it can be in a key of the cache."""
         apply = produce(function)
         apply.__name__ = apply.__qualname__ = function.__name__
         apply._origin = findable  # type: ignore[attr-defined]

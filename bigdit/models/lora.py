@@ -30,8 +30,8 @@ from bigdit.strategy import LoraSpec, fits
 def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -> None:
     """Freeze the model, add trainable adapters in its dtype, and quantise the linear layers of its blocks.
 
-    `spec.base` bf16 leaves the base in the model's dtype. The adapters' values are drawn from `seed` in fp32, alike on
-    all processes. Raises UserError where a target names no linear layer.
+    `spec.base` bf16 leaves the base in the model's dtype. The adapters' values are drawn from `seed` in fp32, the same
+    on all processes. Raises UserError if a target names no linear layer.
     """
     dtype = next(model.parameters()).dtype
     targets = _targets(model, family, spec)
@@ -41,30 +41,30 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
     model.requires_grad_(False)
     if spec.base != "bf16":
         quantise(family.blocks(model), spec.base)
-    # peft asks the model which of its own layers may wrap bitsandbytes'.
+    # peft reads it to choose layers that wrap bitsandbytes'.
     model.is_loaded_in_4bit = spec.base == "nf4"  # type: ignore[assignment]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        packed = spec.base != "bf16"  # peft could take its norms only after it has moved
+        packed = spec.base != "bf16"  # its norms are known to peft only after it has moved
         inject_adapter_in_model(_config(spec, targets, dora=spec.dora and not packed), model, ADAPTER)
-    if spec.pissa:
-        for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+    for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+        if spec.pissa:
             _start_principal(layer, spec)
-    if spec.dora and packed:
-        for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+        if spec.dora and packed:
             _add_magnitudes(layer, spec.base)
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 over quantised weights
 
 
 def adapt_text(model: nn.Module, encoders: Mapping[str, nn.Module], spec: LoraSpec, *, seed: int) -> None:
-    """Add adapters to the attention of CLIP encoders, by their names in a pipeline, and make them part of the model.
+    """Add adapters to the attention of CLIP encoders, and make the encoders part of the model, to train them with it.
 
-    What trains the model trains them too. They stay in the encoders' dtype. diffusers' scripts adapt the same layers.
+    `encoders`: by their names in a pipeline. Adapters have the encoders' dtype. diffusers' scripts adapt the same
+    layers.
     """
     inner = nn.ModuleDict()
     for name, encoder in encoders.items():
-        clip = getattr(encoder, "text_model", encoder)  # which some versions of transformers have within, others not
+        clip = getattr(encoder, "text_model", encoder)  # only some versions of transformers have it
         dtype = next(clip.parameters()).dtype
         clip.requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
@@ -79,7 +79,7 @@ def adapt_text(model: nn.Module, encoders: Mapping[str, nn.Module], spec: LoraSp
 
 
 def quantise(blocks: Sequence[nn.Module], base: str) -> None:
-    """Have the frozen linear layers of these blocks quantised when they move to a device."""
+    """Make the frozen linear layers of these blocks quantise their weights when they move to a device."""
     for block in blocks:
         for name, linear in list(block.named_modules()):
             if isinstance(linear, nn.Linear):
@@ -94,7 +94,7 @@ def _config(spec: LoraSpec, targets: list[str], *, dora: bool) -> PeftConfig:
 
 
 def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:
-    """The linear layers to adapt, by their full names: those that fit a target, or those of attention."""
+    """The full names of the linear layers to adapt: those that match a target, or those of attention."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not spec.targets:
         blocks = set(family.blocks(model))
@@ -120,19 +120,21 @@ def _is_of_attention(name: str) -> bool:
 
 
 def _start_principal(layer: Any, spec: LoraSpec) -> None:
-    """Start from the weight's principal part, and leave the rest in the weight, which is quantised later."""
+    """Start from the weight's principal part, and keep the rest in the weight, which is quantised later."""
     weight, rank = layer.get_base_layer().weight, layer.r[ADAPTER]
     if weight.is_meta:
         return
     down, up = principal(weight.data, rank, spec.scale(rank))
     layer.lora_A[ADAPTER].weight.data.copy_(down)
     layer.lora_B[ADAPTER].weight.data.copy_(up)
-    weight.data = (weight.data - spec.scale(rank) * (up @ down)).to(weight.dtype)  # not in place: it may be a file's
+    weight.data = (weight.data - spec.scale(rank) * (up @ down)).to(
+        weight.dtype
+    )  # not in place: it may be mapped from a file
 
 
 def _add_magnitudes(layer: Any, base: str) -> None:
-    """Add DoRA's magnitudes to a LoraLayer, as peft's DoraLinearVariant.init does: norms of the rows of a quantised
-    base."""
+    """Add DoRA's magnitudes, the norms of a quantised base's rows, to a LoraLayer. Source: peft's
+    DoraLinearVariant.init."""
     weight = layer.get_base_layer().weight.data
     magnitudes = _PackedDora(fan_in_fan_out=False)
     magnitudes.weight = nn.Parameter(_norms(weight, base).to(weight.dtype))
@@ -155,10 +157,10 @@ class _PackedDora(DoraLinearLayer):
 
 
 def _norms(weight: torch.Tensor, base: str) -> torch.Tensor:
-    """[rows], fp32, of a weight as its layer will keep it.
+    """The norms [rows], fp32, of a weight as its layer will keep it.
 
-    Norms for int8 are taken before it is quantised, which would take a CPU minutes. For rows of 3,072 that changes them
-    by at most 3e-3, about as much as rounding to bf16.
+    For int8 they are those before quantisation, which would take a CPU minutes. With rows of 3,072 the difference is at
+    most 3e-3, about that of rounding to bf16.
     """
     if base == "nf4" and not weight.is_meta:
         weight = dequantize_4bit(*quantize_4bit(weight, compress_statistics=False, quant_type="nf4"))
@@ -179,7 +181,7 @@ def _quantised(linear: nn.Linear, base: str) -> nn.Linear:
         quant_type="nf4",
         device="meta",
     )
-    # In eval mode some CPUs would repack it: to other numbers, and only if rows have 64 or more.
+    # In eval mode some CPUs would repack it, with other numbers, if rows have 64 or more elements.
     layer.support_avx512bf16_for_cpu = False
     layer.weight = Params4bit(
         linear.weight.data, requires_grad=False, compress_statistics=False, quant_type="nf4", module=layer
@@ -217,9 +219,9 @@ class ScaledLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """F.linear of a weight that is dequantised in the forward pass, and again in the backward pass.
+    """F.linear of a weight that is dequantised in the forward pass and again in the backward pass.
 
-    Autograd would keep the dequantised weight in between.
+    Otherwise autograd would keep the dequantised weight in between.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Files of LoRA weights: what is saved, in the layouts of diffusers' `load_lora_weights` and of ComfyUI; and what a run
-starts from, in the names of diffusers, ComfyUI and kohya's scripts, at its rank.
+"""Files of LoRA weights. They are saved in the layouts of diffusers' `load_lora_weights` and of ComfyUI. A run may
+start from names of diffusers, ComfyUI and kohya's scripts, and from other ranks.
 
-Names that neither the model nor ComfyUI has are converted by the pipelines of diffusers, as their own loaders do.
+Diffusers' pipelines convert names that neither the model nor ComfyUI has, as their own loaders do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bigdit.units import how_many
 
 FILE = "pytorch_lora_weights.safetensors"
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""peft's, of LoKr and LoHa; diffusers reads none."""
+"""peft's files, for LoKr and LoHa, which diffusers does not read."""
 PREFIX = "transformer."  # pipelines tell a transformer's adapters from a text encoder's by it
 TEXT_ENCODERS = "text_encoders"
 """The module of a model that holds the text encoders whose adapters are trained, by their names in a pipeline."""
@@ -39,16 +39,16 @@ _DOWN = f".lora_A.{ADAPTER}.weight"
 
 
 def patterns(spec: LoraSpec, layers: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """peft's names of layers of other ranks than most, with their alpha."""
+    """peft's settings for layers whose ranks differ from `spec.rank`, with their alpha."""
     ranks = {layer: rank for layer in sorted(layers) if (rank := spec.rank_of(layer)) != spec.rank}
     return {"rank_pattern": ranks, "alpha_pattern": {layer: spec.alpha_of(rank) for layer, rank in ranks.items()}}
 
 
 def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write adapters, by their names in the model, as diffusers reads them, or LoKr and LoHa as peft does. Raises
-    OSError, SafetensorError.
+    """Write adapters, by their names in the model, in diffusers' layout; LoKr and LoHa in peft's.
 
-    LoRA's B is multiplied by its scale, because most other loaders do not read that in the metadata.
+    LoRA's B is multiplied by its scale, because most other loaders do not read it from the metadata. Raises OSError,
+    SafetensorError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if spec.kind != "lora":
@@ -73,10 +73,11 @@ def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tens
 
 
 def principal(weight: torch.Tensor, rank: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B, in fp32, whose product times `scale` is a weight's largest part of that rank.
+    """A and B, in fp32, whose product times `scale` is the best approximation of a weight at that rank.
 
-    They are rounded to bf16, and are those of the weight in bf16: any precision finds the same. The singular vectors
-    are found at random, by four power iterations (Halko et al., arXiv:0909.4061): in full they take a CPU an hour.
+    They are computed from the weight in bf16 and rounded to bf16, so that they are the same in all precisions. The
+    singular vectors are from a randomised SVD with four power iterations (Halko et al., arXiv:0909.4061); a full one
+    takes a CPU an hour.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -91,9 +92,9 @@ def principal(weight: torch.Tensor, rank: int, scale: float) -> tuple[torch.Tens
 def of_plain_weights(
     spec: LoraSpec, weights: Mapping[str, torch.Tensor], base: nn.Module
 ) -> tuple[LoraSpec, dict[str, torch.Tensor]]:
-    """Adapters that began by PiSSA, as a LoRA of twice the rank over the weights as they were, those of `base`.
+    """PiSSA's adapters as a LoRA of twice the rank for the original weights of `base`.
 
-    It is what they are now, less what they began as. Its scale is in B.
+    It is the adapters minus their start. Its scale is in B.
     """
     found = dict(weights)
     for name in (name for name in weights if name.endswith(_DOWN)):
@@ -119,10 +120,10 @@ def by_layer(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.T
 def save_for_comfyui(
     folder: Path, model: ModelSpec, spec: LoraSpec, weights: Mapping[str, torch.Tensor], base: Callable[[], nn.Module]
 ) -> None:
-    """Write adapters in ComfyUI's layout, where ComfyUI has the model and cannot read diffusers' file.
+    """Write adapters in ComfyUI's layout, if ComfyUI has the model and cannot read diffusers' file.
 
-    `base`: the frozen model, which only DoRA needs. Raises UserError where ComfyUI has no place for the model or a
-    layer; what `base` raises; OSError, SafetensorError.
+    `base`: returns the frozen model, for DoRA. Raises UserError if ComfyUI does not have the model or a layer; what
+    `base` raises; OSError, SafetensorError.
     """
     if not comfyui.needed(model.class_name, dora=spec.dora) and spec.kind == "lora":
         return
@@ -151,7 +152,7 @@ def _scaled(name: str, tensor: torch.Tensor, spec: LoraSpec) -> torch.Tensor:
 
 
 def loaded_by(class_name: str, pipeline: str | None) -> str | None:
-    """What of diffusers loads adapters of a class: its pipeline, or the class alone; None where nothing does."""
+    """The method of diffusers that loads adapters of a class; None without one."""
     if not hasattr(getattr(diffusers, class_name, None), "load_lora_adapter"):
         return None  # the pipeline's loader is for a U-Net
     if hasattr(getattr(diffusers, pipeline or "", None), "load_lora_weights"):
@@ -184,7 +185,7 @@ def read_adapters(
 ) -> dict[str, Adapter]:
     """Adapters by the model's layers, with their scale in `up`.
 
-    `config`: peft's, where the file has it; tensors of alpha come before it. Raises UserError where a tensor is of no
+    `config`: peft's, if the file has it; tensors named alpha come first. Raises UserError for a tensor that is not of
     LoRA, or of no layer of the model.
     """
     linears = {name: each for name, each in outline(spec).named_modules() if isinstance(each, nn.Linear)}
@@ -209,9 +210,9 @@ def read_adapters(
 
 
 def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adapter]) -> list[str]:
-    """Fill the model's new adapters; what to log about it. A higher rank is brought down by SVD, a lower one is exact.
+    """Fill the model's new adapters, and return what to log. A higher rank is reduced by SVD, a lower one is exact.
 
-    Raises UserError where the run does not adapt one of the layers, or only one of both has magnitudes.
+    Raises UserError if the run does not adapt one of the layers, or if only the file or only the run has magnitudes.
     """
     trained = {name: each for name, each in model.named_parameters() if not name.startswith(f"{TEXT_ENCODERS}.")}
     if lora.kind != "lora":
@@ -250,10 +251,9 @@ _TEXT_LAYER = re.compile(r"(text_encoders\.)?((?P<own>text_encoder(_2)?)\.|lora_
 def start_text_adapters(
     model: nn.Module, lora: LoraSpec, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 ) -> list[str]:
-    """Fill new adapters of the model's text encoders, as `start_adapters` does, from the names of a checkpoint,
-    diffusers or kohya's scripts.
+    """`start_adapters` for the model's text encoders, from names of a checkpoint, diffusers or kohya's scripts.
 
-    Returns what to log. Raises UserError where a layer is none of theirs.
+    Returns what to log. Raises UserError for another layer.
     """
     inner = model.get_submodule(TEXT_ENCODERS)
     linears: dict[str, Any] = {name: each for name, each in inner.named_modules() if hasattr(each, "lora_A")}
@@ -289,7 +289,7 @@ def _notices(trained: Mapping[str, Any], adapters: Mapping[str, Adapter], lora: 
 
 
 def _end(name: str) -> str:
-    """The last part of a layer's name that is no number, and what follows it."""
+    """A layer's name from its last part that is not a number."""
     return re.sub(r"^.*?([^.]*[^.\d][^.]*(\.\d+)*)$", r"\1", name)
 
 
@@ -298,7 +298,7 @@ def _plain(layer: str) -> str:
 
 
 def _parts(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """{the file's layer: down, up with its scale, magnitudes}, in fp32."""
+    """For each layer of the file: down, up with its scale, and magnitudes, in fp32."""
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = _PART.fullmatch(name)
@@ -324,18 +324,18 @@ def _parts(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> di
 
 
 Rows = tuple[int, int, int, bool]
-"""Where the rows of a layer lie in the file's: (first, how many, of how many), and whether halves are swapped."""
+"""A layer's rows in one of the file: (first, number, number of all), and whether the halves are swapped."""
 
 
 def _places(class_name: str, linears: Mapping[str, nn.Linear]) -> dict[str, list[tuple[str, Rows]]]:
-    """For each plain name of a layer in files: the layers of the model, and their rows in it."""
+    """For each plain name of a layer in files: the model's layers, and their rows in it."""
     places = {
         _plain(name): [(name, (0, each.out_features, each.out_features, False))] for name, each in linears.items()
     }
     for layer, names in comfyui.layers(class_name, linears).items():
         parent, _, there = layer.removesuffix("~").rpartition(".")
         if "|" in there:
-            continue  # a layer in two parts: two adapters of which one cannot be made exactly
+            continue  # two layers in the file: their adapters cannot become one exactly
         counts = [linears[name].out_features for name in names]
         starts = [sum(counts[:i]) for i in range(len(counts))]
         own = [
@@ -361,7 +361,7 @@ def _adapter(name: str, layer: str, part: Mapping[str, torch.Tensor], rows: Rows
 def _converted(
     class_name: str, parts: Mapping[str, Mapping[str, torch.Tensor]], prefix: str | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors in diffusers' names, by the pipeline of the class; with `prefix`, from kohya's names."""
+    """The tensors in diffusers' names, converted by the pipeline of the class; with `prefix`, from kohya's names."""
     known = PIPELINES.get(class_name) or re.sub("Transformer[23]DModel$", "Pipeline", class_name)
     kinds = ("lora_up", "lora_down") if prefix else ("lora_B", "lora_A")
     tensors: dict[str, torch.Tensor] = {}
@@ -375,13 +375,13 @@ def _converted(
 
 
 def _reduced(adapter: Adapter, rank: int) -> tuple[Adapter, tuple[float, float]]:
-    """The nearest adapter of the rank (Eckart and Young, 1936), and the squared lengths of what is lost and of all."""
+    """The nearest adapter of that rank (Eckart and Young, 1936), and the squared norms of the lost part and of all."""
     if len(adapter.down) <= rank:
         return adapter, (0.0, 0.0)
     of_up, up = torch.linalg.qr(adapter.up)
     of_down, down = torch.linalg.qr(adapter.down.T)
     left, lengths, right = torch.linalg.svd(up @ down.T)
-    signs = left.gather(0, left.abs().argmax(0, keepdim=True)).sign()  # alike on all machines
+    signs = left.gather(0, left.abs().argmax(0, keepdim=True)).sign()  # the same on all machines
     roots = lengths[:rank].sqrt()
     reduced = Adapter(
         (right[:rank] * signs.T[:rank] * roots[:, None]) @ of_down.T,

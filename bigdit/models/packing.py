@@ -20,7 +20,7 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
 
 
 def pack_edit(latents: torch.Tensor, references: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """The tokens of latents, and after them those of `references` [B, references, C, H, W]; and how many there are."""
+    """The tokens of latents, then those of `references` [B, references, C, H, W]; and the number of references."""
     if references is None:
         return pack(latents), 0
     images = references.unbind(1)
@@ -39,7 +39,7 @@ def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
 def positions(latents: torch.Tensor, text: torch.Tensor, references: int = 0) -> dict[str, torch.Tensor]:
     """FLUX.1's `img_ids` [H/2 · W/2, 3], 0, row and column of patches, and `txt_ids` [T, 3], zeros; latents' dtype.
 
-    The patches of `references` follow, whose first numbers are 1, 2, …, as in diffusers' FluxKontextPipeline.
+    The patches of `references` follow; their first numbers are 1, 2, …, as in diffusers' FluxKontextPipeline.
     """
     sides = [length // FACTOR for length in latents.shape[2:]]
     return {
@@ -55,7 +55,7 @@ def grid(*lengths: int, device: torch.device, start: tuple[int, ...] | None = No
 
 
 def grids(*lengths: int, device: torch.device, more: int, apart: int = 1) -> torch.Tensor:
-    """The positions of a grid from zero, and of as many `more` like it, whose first numbers are `apart`."""
+    """Positions of a grid from zero, and of `more` equal grids; the first numbers of two grids differ by `apart`."""
     places = (grid(*lengths, device=device, start=(at * apart, *(0,) * (len(lengths) - 1))) for at in range(1 + more))
     own, *others = places
     return torch.cat([own, *others]) if others else own
@@ -68,7 +68,7 @@ def diagonal(tokens: int, *, device: torch.device) -> torch.Tensor:
 
 
 class Unpadded:
-    """A class's own attention, `whole`, called for one sample at a time, each with so many `tokens` of its text."""
+    """Calls a class's own attention, `whole`, for one sample at a time, each with its number of text `tokens`."""
 
     def __init__(self, whole: Any) -> None:
         self.whole = whole
@@ -76,7 +76,7 @@ class Unpadded:
 
     @classmethod
     def of(cls, attentions: Sequence[Any]) -> Self:
-        """One for all of these attentions, which get it before the first pass."""
+        """The one processor of all these attentions, set before the first pass."""
         found = attentions[0].processor
         if isinstance(found, cls):
             return found

@@ -1,4 +1,4 @@
-"""Attention over the keys and values of several processes, which go round (Liu et al., arXiv:2310.01889)."""
+"""Ring attention: keys and values of several processes go round (Liu et al., arXiv:2310.01889)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ aten = torch.ops.aten
 
 
 class Ring(torch.autograd.Function):
-    """Attention of [B, heads, tokens, D] to the keys of all processes of a group, a block after the other: while one is
-    computed, the next comes from the process before. The parts are merged by the log of the sum of exponentials.
+    """Attention of [B, heads, tokens, D] to the keys of all processes of a group, block by block. While one block is
+    computed, the next comes from the previous process. Parts are merged by the log of their sums of exponentials.
 
-    Of a process's keys, those from `moving[0]` on go round, `moving[1]` of them. The others are text that each process
-    has. `mask` is of its own keys, `masks` of those of each process; both are added to scores.
+    `moving`: the first of the keys that go round, and their number; the others are text, which each process has.
+    `mask`: for its own keys; `masks`: for those of each process. Both are added to scores.
     """
 
     @staticmethod
@@ -41,7 +41,7 @@ class Ring(torch.autograd.Function):
             block = coming()
             if i + 1 < group.size():
                 coming = _passed(block, group)
-            attended, more, *_ = _attended(*of, query, block[0], block[1], _of(masks, i, group))
+            attended, more, *_ = _attended(*of, query, block[0], block[1], _mask_of_block(masks, i, group))
             share = torch.sigmoid(more - sums)[..., : query.shape[2], None]
             merged, sums = merged.lerp(attended.to(sums.dtype), share), torch.logaddexp(sums, more)
         found = merged.to(query.dtype)
@@ -60,7 +60,7 @@ class Ring(torch.autograd.Function):
             block = coming()
             if i + 1 < group.size():
                 coming = _passed(block, group)
-            more, *of_block = _gradients(*given, block[0], block[1], _of(masks, i, group), *found)
+            more, *of_block = _gradients(*given, block[0], block[1], _mask_of_block(masks, i, group), *found)
             of_query = of_query + more
             returning = _passed(returning() + torch.stack(of_block), group)
         own.narrow(3, *moving).copy_(returning())
@@ -68,10 +68,10 @@ class Ring(torch.autograd.Function):
 
 
 def _passed(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Send a tensor to the next process, and return what waits for that of the process before.
+    """Send a tensor to the next process, and return a function that waits for the previous process's tensor.
 
-    Source: torch/csrc/cuda/nccl.cpp makes a send and a receive of an exchange with one process, and gloo too; torch's
-    compiler knows exchanges, and no single sends.
+    torch's compiler knows all_to_all, and no single sends. With one partner it is a send and a receive.
+    Source: torch/csrc/cuda/nccl.cpp, and gloo.
     """
     sent, (rank, size) = tensor.contiguous(), (group.rank(), group.size())
     received = torch.empty_like(sent)
@@ -88,14 +88,14 @@ def _passed(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torc
     return arrived
 
 
-def _of(masks: torch.Tensor | None, i: int, group: dist.ProcessGroup) -> torch.Tensor | None:
+def _mask_of_block(masks: torch.Tensor | None, i: int, group: dist.ProcessGroup) -> torch.Tensor | None:
     """The mask of the block that comes after `i` passes."""
     return None if masks is None else masks[(group.rank() - i) % group.size()]
 
 
 def _flash(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether all blocks are computed by CUDA's kernel for half precision from Ampere on, which takes no mask. Blocks
-    of one ring have one kernel: each has sums of its own shape."""
+    """Whether to use CUDA's flash kernel, for half precision from Ampere on without a mask. All blocks of a ring need
+    the same kernel, because kernels return sums in different shapes."""
     cuda = query.device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
     return cuda and mask is None and query.dtype != torch.float32
 
@@ -108,7 +108,7 @@ def _attended(
     value: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> tuple[Any, ...]:
-    """Attention, the log of each query's sum of exponentials, and the state of random numbers of CUDA's kernels."""
+    """Attention, the log of each query's sum of exponentials, and the random state of CUDA's kernels."""
     given = query, key, value
     if flash:
         found = aten._scaled_dot_product_flash_attention(*given, scale=scale)
@@ -143,7 +143,7 @@ def _gradients(
 
 
 def _bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask as CUDA's kernel takes it: with aligned rows, of each query."""
+    """The mask for CUDA's kernel: for each query, with aligned rows."""
     if mask is None:
         return None
     keys = key.shape[2]

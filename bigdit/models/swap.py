@@ -1,4 +1,4 @@
-"""Block swap: weights of the first blocks wait in CPU memory, and are copied while the block before computes.
+"""Block swap: weights of the first blocks are in CPU memory, and are copied while the previous block computes.
 
 Frozen weights never change. Trained ones are stepped in the backward pass, and copied back.
 """
@@ -22,20 +22,20 @@ from bigdit.strategy import swap_misfit
 from bigdit.units import GIB, gib
 
 ROOMS = 2
-"""Blocks whose weights are on the device at once: the one that computes, and the one that comes."""
+"""Blocks whose weights are on the device at once: the current one and the next one."""
 MOST_LOCKED_AT_ONCE = GIB
-"""Of CPU memory, which is needed besides the weights that move into it."""
+"""Bytes of weights that are pinned at once. They need this CPU memory besides the weights."""
 _SWAP = "swap"
 """The attribute of a model that holds its Swap."""
 
 
 def swap_blocks(model: nn.Module, family: Family, first: int, *, trained: bool, quantised: bool = False) -> None:
-    """Let weights of the first `first` blocks wait in CPU memory, once their Swap has moved the model: the frozen ones,
-    or all where they are `trained`. `quantised`: moving a block to a device quantises its weights.
+    """Keep weights of the first `first` blocks in CPU memory, once their Swap has moved the model.
 
-    Apply it before checkpointing, since a recomputed block fetches its weights again. All of these blocks must be
-    checkpointed: what autograd saves would lie in room that another block takes. Raises UserError where the model has
-    fewer blocks.
+    These are the frozen weights, or all if they are `trained`. `quantised`: moving a block to a device quantises its
+    weights. Call it before checkpointing, because a recomputed block fetches its weights again. All of these blocks
+    must be checkpointed: otherwise autograd would save tensors in memory that another block reuses. Raises UserError if
+    the model has fewer blocks.
     """
     blocks = family.blocks(model)
     if misfit := swap_misfit(first, len(blocks)):
@@ -47,20 +47,20 @@ def swap_blocks(model: nn.Module, family: Family, first: int, *, trained: bool, 
 
 
 def swap_of(model: nn.Module) -> Swap | None:
-    """The Swap of the model; None where it swaps none."""
+    """The Swap of the model; None if it has none."""
     found: Swap | None = getattr(model, _SWAP, None)
     return found
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model, in place, on the device; swapped weights wait in CPU memory."""
+    """The model, in place, on the device; swapped weights stay in CPU memory."""
     swap = swap_of(model)
     return model.to(device) if swap is None else swap.moved(model, device)
 
 
 class _Weights:
-    """The weights of a block: the frozen ones, or all where they are `trained`. Those of `shared` modules, which the
-    model calls from elsewhere too, are left out."""
+    """The frozen weights of a block, or all if they are `trained`; without those of `shared` modules, which the model
+    also calls from outside of the block."""
 
     def __init__(self, block: nn.Module, shared: Sequence[nn.Module], trained: bool) -> None:
         self._block, self._shared, self._trained = block, shared, trained
@@ -83,16 +83,16 @@ class _Weights:
         self._find()
 
     def put(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Have the block compute with these parameters."""
+        """Make the block compute with these parameters."""
         for (place, name), parameter in zip(self._places, parameters, strict=True):
             place[name] = parameter
 
 
 class Swap:
-    """Page-locked memory for the weights of `blocks`, and two rooms on the device that blocks take in turn.
+    """Page-locked memory for the weights of `blocks`, and two buffers ("rooms") on the device that blocks use in turn.
 
-    Rooms last from start to end, so that their bytes depend on no allocator. Blocks may run in any order, each with its
-    own weights. What is copied ahead is a guess: that the order continues.
+    Rooms are allocated once, so that their bytes depend on no allocator. Blocks may run in any order, each with its own
+    weights. The block to copy ahead is a guess that the order continues.
     """
 
     def __init__(self, blocks: Sequence[_Weights], *, quantised: bool = False) -> None:
@@ -101,11 +101,11 @@ class Swap:
         self._last = 0
 
     def moved(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model, in place, on the device, without these weights: they move to page-locked memory, and get rooms.
+        """The model, in place, on the device, without these weights, which move to page-locked memory.
 
-        On a CPU both are plain memory, and save nothing.
+        On a CPU this saves nothing.
         """
-        for block in self.blocks if self._quantised else ():  # one at a time: the device has room for two
+        for block in self.blocks if self._quantised else ():  # one by one: the device has memory for two
             block.quantise(device)
         swapped = {parameter for block in self.blocks for parameter in block.parameters}
         model._apply(lambda tensor: tensor if tensor in swapped else tensor.to(device))
@@ -113,8 +113,8 @@ class Swap:
         return model
 
     def step_in_backward(self, optimizer: Optimizer, *, taken: Callable[[], bool]) -> None:
-        """As `optim.step_in_backward`, for swapped weights that are trained: each is stepped on the device, under the
-        name that the optimizer knows, and copied to CPU memory."""
+        """`optim.step_in_backward` for swapped weights that are trained: each is stepped on the device, as the
+        parameter that the optimizer knows, and copied to CPU memory."""
         for weight, there in self.rooms.items():
             if weight.requires_grad:
                 there.register_post_accumulate_grad_hook(functools.partial(self._step, optimizer, taken, weight))
@@ -124,7 +124,7 @@ class Swap:
         self._device.synchronize()
 
     def forget(self) -> None:
-        """Forget what the rooms hold: the weights in CPU memory were written to."""
+        """Mark the rooms as empty, because the weights in CPU memory have changed."""
         self._held: list[int | None] = [None] * ROOMS
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ class Swap:
             block.put(block.parameters)
 
     def _fetch(self, number: int) -> None:
-        """Wait for the block's weights, and begin to copy those of the next one while it computes."""
+        """Wait for the block's weights, and start to copy those of the next one."""
         self._bring(number)
         self._device.current_stream().wait_stream(self._copies)
         onward = number == 0 or number == self._last + 1
@@ -179,8 +179,8 @@ class Swap:
     def _bring(self, number: int) -> None:
         """Copy the block's weights to its room, after all work that was launched before.
 
-        In a backward pass that work is all that needs the room's old contents: autograd finishes a block before it
-        begins, and recomputes, one that ran earlier.
+        Only that work needs the old contents of the room: in a backward pass, autograd finishes a block before it
+        recomputes an earlier one.
         """
         room = number % ROOMS
         if self._held[room] == number:
@@ -194,7 +194,7 @@ class Swap:
 
 @contextmanager
 def with_data(weight: nn.Parameter, data: torch.Tensor) -> Iterator[None]:
-    """Within it the weight has these values, wherever they are."""
+    """Give the weight these values, on any device, within the block."""
     waiting, weight.data = weight.data, data
     try:
         yield
@@ -203,7 +203,7 @@ def with_data(weight: nn.Parameter, data: torch.Tensor) -> Iterator[None]:
 
 
 def _move_to_host(parameters: Sequence[nn.Parameter], *, pin: bool) -> None:
-    """Move these parameters, in place, to page-locked memory. Raises UserError where that runs out."""
+    """Move these parameters, in place, to page-locked memory. Raises UserError if that runs out."""
     for run in _runs(parameters):
         chunk = _locked(sum(map(_size, run)), pin, sum(map(_size, parameters)))
         for parameter, locked in zip(run, _in_row(chunk, run), strict=True):
@@ -211,7 +211,7 @@ def _move_to_host(parameters: Sequence[nn.Parameter], *, pin: bool) -> None:
 
 
 def _locked(nbytes: int, pin: bool, of_all: int) -> torch.Tensor:
-    """So many bytes of CPU memory, for weights that sum up to `of_all`."""
+    """`nbytes` of CPU memory, for weights of `of_all` bytes in total."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
     except RuntimeError as error:
@@ -219,16 +219,16 @@ def _locked(nbytes: int, pin: bool, of_all: int) -> torch.Tensor:
             raise
         there = shortage.message(None, *shortage.room(torch.device("cpu")))
         raise UserError(
-            f"strategy.blocks_to_swap: {gib(of_all)} of weights wait in page-locked CPU memory, which ran out: "
-            f"{gib(nbytes)} were asked for, {there}; swap fewer blocks, or raise what limits this process (ulimit -l "
+            f"strategy.blocks_to_swap: {gib(of_all)} of weights need page-locked CPU memory, which ran out: "
+            f"{gib(nbytes)} were requested, {there}; swap fewer blocks, or raise what limits this process (ulimit -l "
             "and -v, its container)"
         ) from error
 
 
 def _runs(parameters: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
-    """The parameters cut into runs that lock the least memory; each run is allocated at once.
+    """The parameters cut into runs that need the least page-locked memory; each run is one allocation.
 
-    torch rounds what it locks up to powers of two: a whole block of Flux.1 would take 1.6 or 1.9 times its size.
+    torch rounds allocations up to powers of two: a whole block of Flux.1 would take 1.6 or 1.9 times its size.
     """
     sizes, locked, first_of_last = [*map(_size, parameters)], [0], [0]
     for stop in range(1, len(parameters) + 1):
@@ -259,6 +259,5 @@ def _in_row(row: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[nn.Pa
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """Its bytes in a row. Each begins where the device's allocator would place it, because kernels are chosen by
-    that."""
+    """Its bytes in a row, aligned as by the device's allocator, because kernels are chosen by alignment."""
     return rounded(parameter.nbytes, CUDA_GRANULARITY)

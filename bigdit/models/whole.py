@@ -1,6 +1,6 @@
-"""A whole transformer as one file: the names and joined rows of its original project, which ComfyUI reads.
+"""A whole transformer as one file, with the names and joined rows of its original project, for ComfyUI.
 
-Each layout is the inverse of diffusers' own converter of single files. PixArt's is that of ComfyUI's key map.
+Each layout inverts diffusers' converter of single files; PixArt's is ComfyUI's key map.
 Source: diffusers/loaders/single_file_utils.py of diffusers 0.42; comfy/model_detection.py, comfy/supported_models.py
 and comfy/utils.py of ComfyUI 0.33.0.
 """
@@ -36,7 +36,7 @@ _FIRST_AND_THIRD = ("mlp.0", "mlp.2")
 
 
 def _norms(added: bool, here: str, there: str) -> Names:
-    """`here` and `there` have a place for q and k; norm_added_q is that of text."""
+    """Names of norms of q and k, with placeholders; `added`: those of text, such as norm_added_q."""
     middle = "added_" if added else ""
     return {here.format(f"{middle}{each}"): there.format(each, name) for each, name in (("q", "query"), ("k", "key"))}
 
@@ -82,7 +82,7 @@ _FLUX2 |= {
 
 
 def _tencent(names: Names) -> Names:
-    """FLUX.1's names of a block as HunyuanVideo's project has them."""
+    """FLUX.1's names of a block, as in HunyuanVideo's project."""
     found = {}
     for key, value in names.items():
         there = re.sub(r"_(attn|mlp)\.(\w+)", lambda m: f"_{m[1]}{'_' if m[1] == 'attn' else '.'}{m[2]}", value)
@@ -266,11 +266,11 @@ LAYOUTS: dict[str, Names] = {
     "ZImageTransformer2DModel": _Z_IMAGE,
 }
 """For each class the names of layers or parameters that differ. `*`: the first number in the name; `last`: the last
-block. `#i`: part i of the rows of one layer there; `~`: the two halves of its rows are swapped; `=`: it is flat."""
+block. `#i`: part i of the rows of one layer in the file; `~`: the halves of its rows are swapped; `=`: it is flat."""
 
 
 class Piece(NamedTuple):
-    """A tensor of the file, by the parameters whose rows it has; `linear`: the weight of a linear layer in a block."""
+    """A tensor of the file, made of the rows of `sources`; `linear`: the weight of a linear layer in a block."""
 
     name: str
     sources: tuple[str, ...]
@@ -279,7 +279,7 @@ class Piece(NamedTuple):
     linear: bool
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """It, made of the parameters by name."""
+        """The tensor, from the parameters by name."""
         parts = [tensors[source] for source in self.sources]
         joined = torch.cat(parts) if len(parts) > 1 else parts[0]
         joined = torch.cat(joined.chunk(2)[::-1]) if self.swapped else joined

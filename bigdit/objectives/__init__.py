@@ -1,6 +1,6 @@
 """Training objectives: a loss, and the sampler that turns its prediction into samples. A new objective is a file.
 
-Noise and t come from a sample's own seed, so that every engine and split of a batch sees the same.
+Noise and t depend only on a sample's seed, so they are the same for every engine and split of a batch.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def loss(
     at: float | None = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The objective's loss, a scalar in fp32, for fp32 latents [B, C, (F,) H, W] and a seed a sample.
+    """The objective's loss, a scalar in fp32, for fp32 latents [B, C, (F,) H, W] and one seed per sample.
 
-    `tokens`: how many the model makes of each sample. `at`: this t in (0, 1) for all samples, in place of random ones.
-    `mask` [B, H, W]: the weight of the error at each place.
+    `tokens`: the model's tokens per sample. `at`: this t in (0, 1) for all samples instead of random ones. `mask`
+    [B, H, W]: the weight of the error at each place.
     """
     if isinstance(objective, DdpmSpec):
         return ddpm.loss(objective, predict, latents, seeds, compute_dtype, at, mask)

@@ -1,8 +1,8 @@
-"""Denoising diffusion: x_t = √ᾱ x + √(1 - ᾱ) ε at a timestep drawn evenly, and the model learns ε, v or x.
+"""Denoising diffusion: x_t = √ᾱ x + √(1 - ᾱ) ε at a uniformly drawn timestep; the model learns ε, v or x.
 
 Source: Ho et al., arXiv:2006.11239, algorithm 1; v = √ᾱ ε - √(1 - ᾱ) x: Salimans & Ho, arXiv:2202.00512; a learned
-variance with it: Nichol & Dhariwal, arXiv:2102.09672, section 3.1. The noise schedule, from 0 = almost the whole image,
-is in python's floats, because losses read single numbers of it.
+variance: Nichol & Dhariwal, arXiv:2102.09672, section 3.1. The noise schedule, from timestep 0 with the least noise, is
+in Python floats, because losses read single numbers of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def loss(
 ) -> torch.Tensor:
     """Mean squared error of the prediction, and the bound that trains a learned variance; a scalar in fp32.
 
-    See `objectives.loss`. Raises UserError where a variance is to be learned that the model does not predict.
+    See `objectives.loss`. Raises UserError if a variance is to be learned, and the model predicts none.
     """
     noise = draw_noise(latents, seeds)
     timesteps = draw_timesteps(objective, seeds) if at is None else [_nearest(objective, at)] * len(seeds)
@@ -65,7 +65,7 @@ def loss(
 
 
 def draw_timesteps(objective: DdpmSpec, seeds: Sequence[int]) -> list[int]:
-    """A timestep a sample, from 0, from its seed alone."""
+    """One timestep per sample, from 0 on; it depends only on the seed."""
     return [random.Random(seed).randrange(objective.timesteps) for seed in seeds]
 
 
@@ -75,8 +75,7 @@ def _nearest(objective: DdpmSpec, at: float) -> int:
 
 
 def model_time(objective: DdpmSpec, timesteps: Sequence[int]) -> torch.Tensor:
-    """Timesteps as t [B] in [0, 1), in fp64: with fp32, 1000 t would miss ten of the thousand timesteps by a last
-    bit."""
+    """Timesteps as t [B] in [0, 1), in fp64: with fp32, 1000 t is wrong in the last bit for ten timesteps."""
     return torch.tensor([timestep / objective.timesteps for timestep in timesteps], dtype=torch.float64)
 
 
@@ -91,11 +90,11 @@ def _learns_variance(objective: DdpmSpec, output: torch.Tensor, channels: int) -
 
 
 BIN = 1.0 / 255.0
-"""Half the distance between two byte values, in [-1, 1]; the code of both papers uses it for latents too."""
+"""Half the distance between two byte values, in [-1, 1]. The code of both papers uses it for latents too."""
 EDGE = 0.999
-"""Beyond it a bin is open-ended, in the same code."""
+"""Values beyond it are in an open-ended bin, in the same code."""
 LEAST = 1e-12
-"""The least probability whose logarithm is taken, in the same code."""
+"""The least probability before the logarithm, in the same code."""
 
 
 def variational_bound(
@@ -106,15 +105,15 @@ def variational_bound(
     share: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Bits a latent, a scalar in fp32: the mean over samples of one term each.
+    """Bits per latent, a scalar in fp32: the mean over samples of one term each.
 
-    `error`: the prediction minus its target. `share`: the output's second half; -1 and 1 stand for the least and the
-    most that a variance can be. fp32 as `latents` [B, C, …]. `mask`: as in weighted_mse.
+    `error`: the prediction minus its target. `share`: the output's second half; -1 and 1 are the least and the most
+    possible variance. Both are fp32, like `latents` [B, C, …]. `mask`: as in weighted_mse.
     """
     steps = [_Step(objective, timestep) for timestep in timesteps]
     least, most = (per_sample(each, latents) for each in zip(*((s.least, s.most) for s in steps), strict=True))
     log_variance = least + (share + 1.0) / 2.0 * (most - least)
-    # The step's mean and its posterior's both start from x_t, and differ by the error in x.
+    # The means of the step and of its posterior differ by the error in x.
     missed = per_sample((step.missed for step in steps), latents) * error
     divergence = 0.5 * (log_variance - least - 1.0 + (least - log_variance).exp() + missed**2 * (-log_variance).exp())
     first = per_sample((timestep == 0 for timestep in timesteps), latents) > 0
@@ -123,9 +122,9 @@ def variational_bound(
 
 
 class _Step:
-    """One step back from a timestep: the logarithms of the `least` variance, the posterior's, and of the `most`, β.
+    """One step back from a timestep: logarithms of the `least` variance, the posterior's, and of the `most`, β.
 
-    `missed`: x's posterior mean minus the step's, for an error of 1 in the prediction.
+    `missed`: the posterior's mean minus the step's, for an error of 1 in the prediction.
     """
 
     def __init__(self, objective: DdpmSpec, timestep: int) -> None:
@@ -134,7 +133,7 @@ class _Step:
         beta = 1.0 - signal / before
         noise = math.sqrt(1.0 - signal)
         self.most = math.log(beta)
-        self.least = math.log(_posterior(alphas, max(timestep, 1)))  # that of timestep 0 is 0
+        self.least = math.log(_posterior(alphas, max(timestep, 1)))  # for timestep 0 it is 0
         of_x = {"epsilon": noise / math.sqrt(signal), "v": noise, "x0": -1.0} if signal else {"v": 1.0, "x0": -1.0}
         self.missed = math.sqrt(before) * beta / (1.0 - signal) * of_x[objective.prediction]
 
@@ -145,10 +144,10 @@ def _posterior(alphas: Sequence[float], timestep: int) -> float:
 
 
 def _surprise(latents: torch.Tensor, missed: torch.Tensor, log_variance: torch.Tensor) -> torch.Tensor:
-    """-log of the probability of each latent's bin, under a normal whose mean it exceeds by `missed`.
+    """-log of the probability of each latent's bin, under a normal distribution whose mean it exceeds by `missed`.
 
-    It is taken between the nearer and the farther end of the bin, on the side where the tail is small: near 1, fp32
-    cannot tell probabilities apart that differ by less than 6e-8.
+    It is the difference between the tails at the nearer and the farther end of the bin. Tails are small numbers; near
+    1, fp32 cannot represent differences below 6e-8.
     """
     scale = (-0.5 * log_variance).exp() * math.sqrt(0.5)
     distance = torch.where(latents > EDGE, missed, torch.where(latents < -EDGE, -missed, missed.abs()))
@@ -158,11 +157,11 @@ def _surprise(latents: torch.Tensor, missed: torch.Tensor, log_variance: torch.T
 
 
 def _weights(objective: DdpmSpec, signals: Sequence[float]) -> list[float] | None:
-    """A weight a sample, or None; `signals`: ᾱ of its timestep.
+    """One weight per sample, or None; `signals`: ᾱ of its timestep.
 
-    Both weigh the error of x: by min(SNR, γ) (Hang et al., arXiv:2303.09556), or by SNR / (k + SNR)^γ (Choi et al.,
-    arXiv:2204.00227, who write it for ε). ε's error is x's times SNR, and v's is x's times SNR + 1 (Salimans & Ho,
-    arXiv:2202.00512, section 4).
+    Both kinds weight the error of x: by min(SNR, γ) (Hang et al., arXiv:2303.09556), or by SNR / (k + SNR)^γ (Choi et
+    al., arXiv:2204.00227, who write it for ε). The error of ε is that of x times SNR, and the error of v that of x
+    times SNR + 1 (Salimans & Ho, arXiv:2202.00512, section 4).
     """
     if objective.min_snr_gamma is None and objective.p2_gamma is None:
         return None

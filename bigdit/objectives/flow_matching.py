@@ -1,7 +1,7 @@
 """Rectified flow: x_t = (1 - t) x + t ε, and the model learns the velocity ε - x.
 
-t in (0, 1), 1 = noise, is drawn and shifted by a sample's size: Esser et al., arXiv:2403.03206, section 3.1, equation
-19 (logit-normal), 20 (mode) and 23 (the shift).
+t in (0, 1), 1 = noise, is drawn, then shifted by the sample's size: Esser et al., arXiv:2403.03206, section 3.1,
+equation 19 (logit-normal), 20 (mode) and 23 (the shift).
 
 Source: Lipman et al., arXiv:2210.02747; Liu et al., arXiv:2209.03003.
 """
@@ -19,7 +19,7 @@ from bigdit.objective_spec import ExponentialShift, FlowMatchingSpec, SqrtShift
 from bigdit.objectives.prediction import Predict, draw_noise, of_latents, per_sample, weighted_mse
 
 MOST_DRAWS = 100_000
-"""Of one t, until it comes into t_range: a tenth of a second."""
+"""The most draws of a t until it is in t_range: a tenth of a second."""
 
 
 def loss(
@@ -40,14 +40,13 @@ def loss(
     times = draw_t(objective, seeds, tokens) if at is None else [at] * len(seeds)
     t = per_sample(times, latents)
     noisy = torch.lerp(latents, noise, t).to(compute_dtype)
-    velocity = of_latents(
-        predict(noisy, t.flatten()), latents.shape[1]
-    ).float()  # no name holds it in the compute dtype
+    # One expression: a name would keep the velocity in the compute dtype alive.
+    velocity = of_latents(predict(noisy, t.flatten()), latents.shape[1]).float()
     return weighted_mse(velocity, noise - latents, _weights(objective, times), mask)
 
 
 def draw_t(objective: FlowMatchingSpec, seeds: Sequence[int], tokens: int) -> list[float]:
-    """One t in (0, 1) a sample, from its seed alone, for samples of so many tokens."""
+    """One t in (0, 1) per sample of `tokens`; it depends only on the seed."""
     alpha, (low, high) = shift_of(objective, tokens), objective.t_range
     times = []
     for source in map(random.Random, seeds):
@@ -58,15 +57,15 @@ def draw_t(objective: FlowMatchingSpec, seeds: Sequence[int], tokens: int) -> li
                 break
         else:
             raise UserError(
-                f"objective.t_range is [{low:g}, {high:g}], and of {MOST_DRAWS:,} draws of t none came there; widen "
-                "it, or change t_distribution or shift"
+                f"objective.t_range is [{low:g}, {high:g}], and none of {MOST_DRAWS:,} draws of t is in it; widen it, "
+                "or change t_distribution or shift"
             )
         times.append(t)
     return times
 
 
 def shift_of(objective: FlowMatchingSpec, tokens: int) -> float:
-    """α of equation 23, for samples of so many tokens.
+    """α of equation 23, for samples of `tokens`.
 
     Source of the exponential one: `calculate_shift` and `time_shift` of diffusers' FluxPipeline and its scheduler.
     """
@@ -89,7 +88,7 @@ def _draw(objective: FlowMatchingSpec, source: random.Random) -> float:
 
 
 def _weights(objective: FlowMatchingSpec, times: Sequence[float]) -> list[float] | None:
-    """A weight a sample, or None.
+    """One weight per sample, or None.
 
     Source: `compute_loss_weighting_for_sd3` of diffusers; cosmap after Esser et al., arXiv:2403.03206, section 3.1.
     """

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 def draw_noise(like: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
-    """Gaussian noise of the shape, dtype and device of `like` [B, …]; row i depends on seeds[i] alone."""
+    """Gaussian noise of the shape, dtype and device of `like` [B, …]; row i depends only on seeds[i]."""
     noise = torch.empty_like(like)
     generator = torch.Generator(like.device)
     for row, seed in zip(noise, seeds, strict=True):
@@ -18,9 +18,9 @@ def draw_noise(like: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
 
 
 def per_sample(numbers: Iterable[float], like: torch.Tensor) -> torch.Tensor:
-    """A number a sample, fp32 [B, 1, …] on the device of `like` [B, …].
+    """One number per sample, fp32 [B, 1, …], on the device of `like` [B, …].
 
-    The copy does not block: else the CPU would wait until the micro-batch before is done.
+    The copy does not block: otherwise the CPU would wait for the previous micro-batch.
     """
     made = torch.tensor([*numbers], dtype=torch.float32).to(like.device, non_blocking=True)
     return made.view(-1, *(1,) * (like.dim() - 1))
@@ -31,19 +31,19 @@ Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def of_latents(output: torch.Tensor, channels: int) -> torch.Tensor:
-    """The prediction [B, channels, …]: the first half of an output that has a variance too."""
+    """The prediction [B, channels, …]: the first half of an output with a variance."""
     return output if output.shape[1] == channels else output[:, :channels]
 
 
 def has_variance(output: torch.Tensor, channels: int) -> bool:
-    """Whether the output has a second half."""
+    """Whether the output has a variance, its second half."""
     return output.shape[1] == 2 * channels
 
 
 def weighted_mse(
     prediction: torch.Tensor, target: torch.Tensor, weights: Sequence[float] | None, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The mean over samples [B, …] of each one's mean squared error times its weight; None: all count the same.
+    """The mean over samples [B, …] of their mean squared errors times their weights; None: all are equal.
 
     `mask` [B, H, W]: the weight of each place.
     """
@@ -55,7 +55,7 @@ def weighted_mse(
 
 
 def masked(error: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """An error [B, C, (F,) H, W] times the weights [B, H, W] of places, if there are any."""
+    """An error [B, C, (F,) H, W] times the weights [B, H, W] of places, if there is a mask."""
     if mask is None:
         return error
     return error * mask.float().view(len(mask), *(1,) * (error.dim() - mask.dim()), *mask.shape[1:])

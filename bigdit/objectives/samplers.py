@@ -22,11 +22,11 @@ from bigdit.objectives.flow_matching import shift_of
 from bigdit.objectives.prediction import Predict, of_latents
 
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "x0": "sample"}
-"""Their names in diffusers' schedulers."""
+"""Names of predictions in diffusers' schedulers."""
 
 
 def default_sampler(objective: ObjectiveSpec) -> SamplerName:
-    """Euler for flow matching, DPM-Solver++ for a DDPM."""
+    """The default: Euler for flow matching, DPM-Solver++ for a DDPM."""
     return SAMPLERS[objective.name][0]
 
 
@@ -42,10 +42,10 @@ def check_sampler(objective: ObjectiveSpec, sampler: SamplerName) -> None:
 def sample(
     objective: ObjectiveSpec, sampler: SamplerName, predict: Predict, noise: torch.Tensor, steps: int, tokens: int
 ) -> torch.Tensor:
-    """Samples of the shape of `noise` [B, C, …], by so many steps; each has `tokens`. A learned variance is not used.
+    """Samples of the shape of `noise` [B, C, …]; each has `tokens`. A learned variance is not used.
 
-    A step is one call of `predict`; a step of Heun's is two, but for the last. Raises UserError for a sampler of
-    another objective, and for more steps than there are timesteps.
+    A step is one call of `predict`, or two for Heun's, except in its last step. Raises UserError for a sampler of
+    another objective, and for more steps than timesteps.
     """
     scheduler = _scheduler(objective, sampler, tokens)
     trained = scheduler.config.num_train_timesteps
@@ -61,15 +61,15 @@ def sample(
 
 
 def _times_of_ddpm(scheduler: Any) -> torch.Tensor:
-    """The t of every call, in fp64: see `ddpm.model_time`."""
+    """The t of each call, in fp64: see `ddpm.model_time`."""
     return torch.as_tensor(scheduler.timesteps.double() / scheduler.config.num_train_timesteps)
 
 
 def _times_of_flow(scheduler: Any, sampler: SamplerName) -> torch.Tensor:
-    """The t of every call: the sigmas, from 1 on.
+    """The t of each call: the sigmas, which begin with 1.
 
-    The multistep schedulers round their timesteps to whole ones, which may repeat. So the model gets none of them, and
-    the first step is not found by its timestep.
+    Multistep schedulers round their timesteps to integers, which may repeat. So the model gets sigmas instead, and the
+    scheduler counts its steps.
     """
     scheduler.set_begin_index(0)
     if sampler == "dpmsolver++":
@@ -98,15 +98,21 @@ def _of_flow(objective: FlowMatchingSpec, sampler: SamplerName, tokens: int) -> 
     return diffusers.DPMSolverMultistepScheduler(**options)
 
 
-def _of_ddpm(objective: DdpmSpec, sampler: SamplerName) -> Any:
-    import diffusers
-
-    options: dict[str, Any] = {
+def _schedule(objective: DdpmSpec) -> dict[str, Any]:
+    return {
         "num_train_timesteps": objective.timesteps,
         "beta_schedule": objective.betas,
         "beta_start": objective.beta_start,
         "beta_end": objective.beta_end,
         "prediction_type": PREDICTIONS[objective.prediction],
+    }
+
+
+def _of_ddpm(objective: DdpmSpec, sampler: SamplerName) -> Any:
+    import diffusers
+
+    options: dict[str, Any] = {
+        **_schedule(objective),
         "rescale_betas_zero_snr": objective.zero_terminal_snr,
         "timestep_spacing": "trailing",
     }
@@ -120,8 +126,10 @@ def _of_ddpm(objective: DdpmSpec, sampler: SamplerName) -> Any:
 
 
 def scheduler_config(objective: ObjectiveSpec, class_name: str, given: dict[str, Any]) -> dict[str, Any] | str:
-    """The configuration of diffusers' scheduler of that class for the objective, with all else as `given`; or why it
-    cannot follow the objective, for people."""
+    """The configuration of diffusers' scheduler `class_name` for the objective, other values as `given`.
+
+    Returns the reason as text if the scheduler cannot follow the objective.
+    """
     import diffusers
 
     scheduler: Any = getattr(diffusers, class_name, None)
@@ -159,13 +167,7 @@ def _config_of_flow(objective: FlowMatchingSpec, known: Any) -> dict[str, Any] |
 def _config_of_ddpm(objective: DdpmSpec, known: Any) -> dict[str, Any] | str:
     if "beta_start" not in known:
         return "is of no DDPM, which the weights were trained by"
-    found: dict[str, Any] = {
-        "num_train_timesteps": objective.timesteps,
-        "beta_schedule": objective.betas,
-        "beta_start": objective.beta_start,
-        "beta_end": objective.beta_end,
-        "prediction_type": PREDICTIONS[objective.prediction],
-    }
+    found = _schedule(objective)
     found |= {"use_flow_sigmas": False} if "use_flow_sigmas" in known else {}
     if "rescale_betas_zero_snr" in known:
         found["rescale_betas_zero_snr"] = objective.zero_terminal_snr

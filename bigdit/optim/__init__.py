@@ -1,13 +1,14 @@
-"""Optimizers by name, each over the tensors that an engine hands it: parameters, or fp32 masters.
+"""Optimizers by name, for the tensors of an engine: parameters, or fp32 masters.
 
-`engines` owns these tensors and their precision; the learning rate is `train/loop.py`'s.
+Engines own these tensors and their precision; `train/loop.py` sets the learning rate.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import is_
 from typing import assert_never
 
 import torch
@@ -34,21 +35,21 @@ __all__ = [
 ]
 
 _GROUP_STATE = ("k", "weight_sum", "lr_max", "d", "d_max", "d_numerator")
-"""What schedule-free and Prodigy keep in every group alike: steps, sums of weights of the average, the estimate."""
+"""State of schedule-free and Prodigy that is equal in all groups: steps, sums of weights of the average, the
+estimate."""
 
 
 def build(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool = False) -> Optimizer:
     """The optimizer that `spec` names, over `params` or `groups` of them.
 
-    `stochastic_rounding`: `params` are bf16 without fp32 masters, and updates are rounded into them so that their
-    expectation is exact. `spec.eps` is Adam's alone.
+    `stochastic_rounding`: `params` are bf16 without fp32 masters, and updates are rounded so that their expectation is
+    exact. Only Adam uses `spec.eps`.
     """
     if spec.missing_package is not None:
         raise UserError(f"strategy.optimizer.name: {spec.missing_package}")
     match spec.name:
         case "adamw" if not stochastic_rounding:
-            # fused: one kernel, and no temporary; foreach: one of the size of all parameters; a loop: two of the
-            # largest.
+            # Temporaries: none with fused, one of all parameters with foreach, two of the largest one with a loop.
             return torch.optim.AdamW(
                 params,
                 lr=spec.lr,
@@ -88,7 +89,7 @@ def build(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool = Fa
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Use `lr` in the next step, for all parameters; groups with a factor multiply it."""
+    """Use `lr` in the next step, times the factor of a group that has one."""
     for group in optimizer.param_groups:
         own = lr * group.get(LR_FACTOR, 1.0)
         if isinstance(group["lr"], torch.Tensor):  # torchao's
@@ -98,22 +99,22 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 def effective_lr(optimizer: Optimizer, lr: float) -> float:
-    """The rate that weights move by where `lr` is set: Prodigy multiplies it by its estimate d."""
+    """The rate of the weights: `lr`, which Prodigy multiplies by its estimate d."""
     return float(optimizer.param_groups[0].get("d", 1.0)) * lr
 
 
 def group_state(optimizer: Optimizer) -> dict[str, float]:
-    """What an optimizer keeps of all parameters together, by name."""
+    """An optimizer's state for all parameters together, by name."""
     first = optimizer.param_groups[0]
     return {key: first[key] for key in _GROUP_STATE if key in first}
 
 
 @contextmanager
 def averaged(optimizer: Optimizer) -> Iterator[bool]:
-    """Within it the weights are those that schedule-free has averaged; then they are trained on, to the bit. Yields
-    whether they change: other optimizers have no average.
+    """Within the block the weights are schedule-free's average; afterwards they are restored exactly.
 
-    The package's own way back leaves rounding. The copies take as much as the gradients did in the step.
+    Yields whether they change: other optimizers have no average. The package's own way to restore them rounds. The
+    copies need as much memory as the gradients did in the step.
     """
     if not hasattr(optimizer, "eval"):
         yield False
@@ -131,8 +132,8 @@ def averaged(optimizer: Optimizer) -> Iterator[bool]:
 
 
 def make_state(optimizer: Optimizer, param: torch.Tensor) -> None:
-    """Allocate the state of `param`, by a step on a zero gradient unless the optimizer can do so itself: a step of some
-    exchanges numbers with all processes."""
+    """Allocate the state of `param`, by a step on a zero gradient unless the optimizer has a method for it: with some
+    optimizers a step communicates with all processes."""
     if hasattr(optimizer, "start") and optimizer.start(param):
         return
     held = param.grad  # with offload DeepSpeed keeps this tensor, and views of it
@@ -148,23 +149,23 @@ def step_in_backward(
     *,
     taken: Callable[[], bool],
 ) -> None:
-    """Have `optimizer` step each of `params` as soon as its gradient is accumulated, with the lr set before.
+    """Make `optimizer` step each of `params` as soon as its gradient is accumulated, with the lr that is set.
 
     Source: Lv et al., arXiv:2306.09782 (LOMO), §3.1: the gradients of all parameters never exist at once.
 
-    `masters`: the fp32 tensors that the optimizer updates, one a parameter, where they are not the parameters. `taken`:
-    whether this pass is stepped; gradients are freed anyway.
+    `masters`: the fp32 tensors that the optimizer updates, one per parameter, if they are not the parameters. `taken`:
+    returns whether this pass is stepped; gradients are freed anyway.
     """
     params = list(params)
     for param, master in zip(params, params if masters is None else masters, strict=True):
-        param.register_post_accumulate_grad_hook(functools.partial(_step_one, optimizer, master, taken))
+        param.register_post_accumulate_grad_hook(partial(_step_one, optimizer, master, taken))
 
 
 def step_alone(optimizer: Optimizer, param: torch.Tensor) -> None:
-    """Step `param` alone, whose gradient is there, with the settings of its group."""
+    """Step `param` alone, which has a gradient, with the settings of its group."""
     groups = optimizer.param_groups
-    # By identity: tensors compare by their values. ZeRO-3 empties the groups between steps: the first one serves.
-    own = next((group for group in groups if any(other is param for other in group["params"])), groups[0])
+    # By identity: tensors compare by their values. ZeRO-3 empties the groups between steps: then the first is used.
+    own = next((group for group in groups if any(map(partial(is_, param), group["params"]))), groups[0])
     optimizer.param_groups = [own | {"params": [param]}]
     try:
         optimizer.step()

@@ -1,7 +1,7 @@
 """Adafactor (Shazeer & Stern, arXiv:1804.04235, Algorithm 4 with §8's schedule), over weights seen as matrices.
 
-Its numbers are those of torch.optim.Adafactor, but that factors a convolution's last two dimensions: of a 1×1
-convolution [O, I, 1, 1] it keeps two whole tensors.
+Results equal torch.optim.Adafactor's, except for convolutions: torch factors their last two dimensions, and so keeps
+two whole tensors for a 1×1 convolution [O, I, 1, 1].
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DECAY_EXPONENT = -0.8
 
 
 class Adafactor(Optimizer):
-    """Factored second moments (about 0 B a parameter), no momentum, steps relative to a weight's size.
+    """Factored second moments (about 0 B per parameter), no momentum, steps relative to a weight's size.
 
-    `lr` bounds the relative step size min(lr, 1/√t), which is multiplied by RMS(weight) (at least 0.001). Vectors keep
-    their second moment whole. Temporaries: 4 B an element of one weight.
+    The relative step size min(lr, 1/√t) is multiplied by RMS(weight), at least 0.001. Vectors have a whole second
+    moment. Temporaries: 4 B per element of one weight.
     """
 
     def __init__(

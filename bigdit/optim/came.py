@@ -20,10 +20,10 @@ CLIP_THRESHOLD = 1.0
 
 
 class Came(Optimizer):
-    """fp32 momentum (4 B a parameter; `eight_bit`: 1.016 B), and factored statistics of squares and confidence.
+    """fp32 momentum (4 B per parameter; `eight_bit`: 1.016 B), and factored statistics of squares and confidence.
 
-    Weights of several dimensions are seen as matrices [O, rest], sharded by rows or whole. Vectors keep their
-    second moment whole, and have no confidence. Temporaries: 4 B an element of one weight (8-bit: 9 B).
+    Weights of several dimensions are matrices [O, rest], sharded by rows or whole. Vectors have a whole second moment,
+    and no confidence. Temporaries: 4 B per element of one weight (8-bit: 9 B).
     `betas`: β1 of the momentum, β2 of the squares, β3 of the confidence. Weight decay is decoupled.
     """
 
@@ -64,7 +64,7 @@ class Came(Optimizer):
         self._states.keep(state, "exp_avg", momentum, signed=True)
         if not factored.factors(param):
             return matrix.copy_(momentum)
-        # U = (û − m)²: how far the momentum is from the update is how little it is trusted.
+        # U = (û − m)²: the farther the momentum is from the update, the lower is the confidence.
         factored.update(state, "residual", matrix.sub_(momentum), param, 1 - beta3, EPS_RESIDUAL)
         return factored.divide_by_root_(matrix.copy_(momentum), state, "residual")  # m / √S
 
@@ -93,8 +93,7 @@ SMALLEST = 4096  # fewer elements stay in fp32, as in bitsandbytes
 
 
 class EightBitStates:
-    """Keeps fp32 states as `<name>` uint8 and `<name>_absmax`. Where it is off, and for small tensors, they stay
-    fp32."""
+    """Keeps fp32 states as `<name>` uint8 and `<name>_absmax`; in fp32 if it is off, and for small tensors."""
 
     def __init__(self, on: bool) -> None:
         self._on = on
@@ -110,7 +109,7 @@ class EightBitStates:
         state[f"{name}_absmax"] = like.new_zeros(-(-like.numel() // BLOCK))
 
     def fetch(self, state: State, name: str, *, signed: bool) -> torch.Tensor:
-        """The state in fp32: itself, or a copy, which must be handed to `keep` after a change."""
+        """The state in fp32, or a copy, which must be given to `keep` after a change."""
         absmax = state.get(f"{name}_absmax")
         if absmax is None:
             return state[name]
@@ -118,7 +117,7 @@ class EightBitStates:
         return torch.ops.bitsandbytes.dequantize_blockwise(state[name], absmax, code, BLOCK, torch.float32)
 
     def keep(self, state: State, name: str, value: torch.Tensor, *, signed: bool) -> None:
-        """Put a changed `fetch` back."""
+        """Store the changed result of `fetch`."""
         absmax = state.get(f"{name}_absmax")
         if absmax is not None:
             codes, scales = torch.ops.bitsandbytes.quantize_blockwise(value, self._map(absmax.device, signed), BLOCK)

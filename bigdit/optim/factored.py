@@ -1,8 +1,8 @@
 """Second moments as the means of rows and columns (Shazeer & Stern, arXiv:1804.04235, §3).
 
-A weight [O, ...] is seen as the matrix [O, rest]: a 1×1 convolution is factored as the linear layer that it is. Its
-rows may be sharded (a DTensor of FSDP2). Statistics take O + rest numbers, where moments take O × rest. Here is also
-the last line of an optimizer step: into fp32 weights, or into bf16 ones without fp32 masters.
+A weight [O, ...] is treated as the matrix [O, rest], also that of a convolution. Its rows may be sharded (a DTensor of
+FSDP2). Statistics have O + rest numbers, moments O × rest. `descend` is the last line of an optimizer step, for fp32
+weights, or bf16 ones without fp32 masters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def sum_over_shards(part: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     """`part`, computed from this process's rows of `of`, summed in place over the processes that hold the others."""
     if isinstance(of, DTensor):
         for dim, placement in enumerate(of.placements):
-            if placement.is_shard() and of.device_mesh.size(dim) > 1:  # alone it would make a communicator for nothing
+            if placement.is_shard() and of.device_mesh.size(dim) > 1:  # a group of one would make a communicator
                 dist.all_reduce(part, group=of.device_mesh.get_group(dim))
     return part
 
@@ -37,8 +37,8 @@ def rms(values: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
 def descend(param: torch.Tensor, update: torch.Tensor, lr: float, decay: float, stochastic: bool) -> None:
     """param ← decay · param − lr · update, in place; fp32 `update` is overwritten.
 
-    `stochastic`: bf16 weights are rounded up with the probability that makes the expectation exact, so that updates
-    below half a bf16 step are not lost.
+    `stochastic`: bf16 weights are rounded up with the probability that makes the expectation exact, so that small
+    updates, below half a bf16 step, are not lost.
     """
     param = local(param)
     update = update.view(param.shape)
@@ -51,8 +51,8 @@ def descend(param: torch.Tensor, update: torch.Tensor, lr: float, decay: float, 
 
 
 def round_to_bf16_(values: torch.Tensor) -> torch.Tensor:
-    """Round each fp32 value to one of its two bf16 neighbours, in place; the nearer one is the likelier."""
-    # bf16 is the upper half of the bits. Added to the lower ones, uniform 16 bits carry with that probability.
+    """Round each fp32 value to one of its two bf16 neighbours, in place; the nearer one is more likely."""
+    # bf16 is the upper half of the bits. Uniform 16 bits, added to the lower half, carry with that probability.
     bits = values.view(torch.int32)
     noise = torch.randint(-(2**15), 2**15, bits.shape, dtype=torch.int16, device=bits.device)
     bits.add_(noise).add_(2**15).bitwise_and_(-(2**16))

@@ -13,10 +13,10 @@ from torch.nn.modules.conv import _ConvNd
 from bigdit.strategy import OptimizerSpec
 
 LR_FACTOR = "lr_factor"
-"""The key of a group whose learning rate is the others' times it."""
+"""The key of a group's factor of the learning rate."""
 
 Groups = list[torch.Tensor] | list[dict[str, Any]]
-"""As torch's optimizers take them."""
+"""Parameters or groups, as for torch's optimizers."""
 
 
 def groups(
@@ -28,13 +28,11 @@ def groups(
     slower: nn.Module | None = None,
     lr_factor: float = 1.0,
 ) -> Groups:
-    """The trained parameters of `model`, grouped by whether they decay; or `masters`, one for each of them in their
-    order.
+    """The trained parameters of `model` in groups with and without weight decay; or `masters`, one for each in order.
 
-    By `spec.decayed` all decay, in one group, or matrices alone: weights of linear layers and convolutions. Norms,
-    biases, tables and embeddings do not. Modules decide it, because engines shard and flatten parameters. With muon the
-    weights of linear layers in `blocks` are a group with `muon` set. Parameters of `slower` are groups with
-    `lr_factor`.
+    With `spec.decayed` all there is one group. With matrices only weights of linear layers and convolutions decay. This
+    depends on modules, because engines shard and flatten parameters. With muon the weights of linear layers in `blocks`
+    are a group with `muon` set. Parameters of `slower` are groups with `lr_factor`.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     held = params if masters is None else list(masters)
@@ -59,7 +57,7 @@ def groups(
 
 
 def _matrices(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The weights of linear layers and convolutions. Tensors hash by identity, so a set of them finds these objects."""
+    """The weights of linear layers and convolutions. Tensors hash by identity, so sets of them work."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, _ConvNd)):
             yield module.weight

@@ -1,4 +1,4 @@
-"""Optimizers of bitsandbytes, torchao and schedulefree, imported when they are chosen."""
+"""Optimizers of bitsandbytes, torchao and schedulefree, imported on use."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from bigdit.strategy import TORCHAO, OptimizerSpec
 def bitsandbytes(spec: OptimizerSpec, params: Groups) -> Optimizer:
     """Block-wise 8-bit state (Dettmers et al., arXiv:2110.02861), in fp32 below 4096 elements.
 
-    Paged state is CUDA managed memory, which the driver moves to CPU memory when the GPU is full. With weights on the
-    CPU its first step raises UserError.
+    Paged state is CUDA managed memory, which the driver moves to CPU memory if the GPU is full. Its first step raises
+    UserError for weights on the CPU.
     """
     with libraries.uncompiled():
         from bitsandbytes.optim import AdamW8bit, Lion8bit, PagedAdamW8bit, optimizer
@@ -31,9 +31,9 @@ def bitsandbytes(spec: OptimizerSpec, params: Groups) -> Optimizer:
         adamw = PagedAdamW8bit if spec.name == "paged_adamw_8bit" else AdamW8bit
         made = adamw(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
     if spec.name == "paged_adamw_8bit":
-        # Not before: DeepSpeed moves the weights after it gets the optimizer.
+        # Checked at the first step: DeepSpeed moves the weights after it gets the optimizer.
         made.register_step_pre_hook(_refuse_cpu)
-    else:  # it waits for the GPU after each tensor, which only managed memory needs
+    else:  # do not wait for the GPU after each tensor: only managed memory needs that
         made.step = _stepping_with(optimizer, "sync_gpu", lambda tensor: None, made.step)
     return made
 
@@ -47,10 +47,9 @@ def _refuse_cpu(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def schedulefree(spec: OptimizerSpec, params: Groups) -> Optimizer:
-    """Schedule-free AdamW (Defazio et al., arXiv:2405.15682): it averages weights in the place of a falling rate.
+    """Schedule-free AdamW (Defazio et al., arXiv:2405.15682): it averages weights instead of lowering the rate.
 
-    State: z and a second moment, 8 B a parameter. Temporaries: 4 B an element of one weight; its foreach form would
-    take as much of all.
+    State: z and a second moment, 8 B per parameter. Temporaries: 4 B per element of one weight, or of all with foreach.
     """
     from schedulefree import AdamWScheduleFree
 
@@ -64,15 +63,14 @@ def schedulefree(spec: OptimizerSpec, params: Groups) -> Optimizer:
 def torchao(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool) -> Optimizer:
     """AdamW with block-wise 8-bit or 4-bit state (Li et al., arXiv:2309.01507), or in the weights' own dtype.
 
-    torchao compiles the step for every shape of weight. Here it runs uncompiled, tensor by tensor. A compiler's
-    allocations are known only once it has run, which takes minutes at each start. Temporaries: 41 B an element of the
-    largest weight, and 53 to 57 B with 8 or 4 bits, whose codes are searched in int64.
+    torchao would compile the step for each shape of weight, which takes minutes at each start, and makes memory unknown
+    before. Here it runs uncompiled, tensor by tensor. Temporaries: 41 B per element of the largest weight, and 53 to
+    57 B with 8 or 4 bits, whose codes are searched in int64.
     """
     from torchao.optim import AdamW4bit, AdamW8bit, subclass_4bit, subclass_8bit
     from torchao.optim.adam import _AdamW
 
-    # Tensor operations make its maps at first use, and it keeps them: a process's first optimizer would allocate more
-    # than others, and an attempt more than the run.
+    # torchao caches its maps: without this a process's first optimizer would allocate more than later ones.
     for maps in (subclass_4bit, subclass_8bit):
         maps.get_qmap_signed.cache_clear()
         maps.get_qmap_unsigned.cache_clear()
@@ -88,13 +86,13 @@ def torchao(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool) -
     )
     if spec.name in TORCHAO:
         optimizer._subclass_zeros = functools.partial(_quantised_zeros, optimizer._subclass_zeros)
-    # Each call of a compiled update takes longer than the update, and a step calls it for every tensor.
+    # A call of a compiled update takes longer than the update itself, and a step calls it for each tensor.
     optimizer.step = _stepping_with(torch, "compile", lambda function, **options: function, optimizer.step)
     return optimizer
 
 
 def _stepping_with(owner: Any, name: str, replaced: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
-    """`step`, within which that function of `owner` is replaced."""
+    """`step`, during which the function `name` of `owner` is `replaced`."""
 
     @functools.wraps(step)
     def stepping(*args: Any, **kwargs: Any) -> Any:
@@ -109,6 +107,6 @@ def _stepping_with(owner: Any, name: str, replaced: Callable[..., Any], step: Ca
 
 
 def _quantised_zeros(zeros: Callable[..., torch.Tensor], p: torch.Tensor, *args: Any) -> torch.Tensor:
-    # The dtype of quantised state is nominal, and torchao's views lose it: a DTensor of bf16 weights' state would be
-    # bf16, and its local part fp32. Here both are fp32, in which the step computes.
+    # The dtype of quantised state is only nominal, and torchao's views lose it: for bf16 weights a DTensor of state
+    # would be bf16, and its local part fp32. Here both are fp32, the dtype of the step.
     return zeros(SimpleNamespace(shape=p.shape, device=p.device, dtype=torch.float32), *args)

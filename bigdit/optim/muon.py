@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024) of torch for matrices within blocks, with AdamW for all else, as one optimizer."""
+"""torch's Muon (Jordan et al., 2024) for matrices in blocks and AdamW for the rest, as one optimizer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MATCH = "match_rms_adamw"
 class Muon(Optimizer):
     """torch.optim.Muon over the groups with `muon` set, torch.optim.AdamW over the others.
 
-    State: momentum (4 B a parameter), or AdamW's. A matrix that is sharded (a DTensor) keeps its shard of the momentum.
-    Each process gathers the update, 2 B an element of one matrix, and steps its own rows.
+    State: momentum (4 B per parameter), or AdamW's. A sharded matrix (a DTensor) has a shard of the momentum. Each
+    process gathers the update, 2 B per element of one matrix, and steps its own rows.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Muon(Optimizer):
             {"muon": False} | (each if isinstance(each, dict) else {"params": [each]}) for each in params
         ]
         matrices, rest = ([each for each in groups if each["muon"] == kind] for kind in (True, False))
-        self._inner: dict[bool, Optimizer] = {}  # each fills in its groups, which are the same objects here
+        self._inner: dict[bool, Optimizer] = {}  # they share the group objects
         if matrices:
             self._inner[True] = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn=MATCH)
         if rest:
@@ -54,15 +54,16 @@ class Muon(Optimizer):
             inner.step()
 
     def start(self, param: torch.Tensor) -> bool:
-        """Allocate the state of a matrix; False for what AdamW steps. A step would gather from all processes."""
+        """Allocate the state of a matrix, without the communication of a step. Returns False for AdamW's parameters."""
         own = any(each is param for group in self.param_groups if group["muon"] for each in group["params"])
         if own:
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
         return own
 
     def _step_shard(self, param: DTensor, group: dict[str, Any]) -> None:
-        """torch's step of a matrix, whose update is whole on each process. On DTensors torch multiplies parts: bf16
-        rounds otherwise, and a process without rows ends with an error.
+        """torch's step of a matrix, with the whole update on each process.
+
+        torch multiplies parts of DTensors: bf16 rounds differently, and a process without rows raises an error.
 
         Source: _single_tensor_muon in torch/optim/_muon.py, torch 2.11 to 2.15.
         """
@@ -71,7 +72,7 @@ class Muon(Optimizer):
         local, gradient = param.to_local(), param.grad.to_local()
         momentum = self.state[param]["momentum_buffer"].to_local()
         momentum.lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(momentum, group["momentum"]).bfloat16()  # in which torch multiplies
+        update = gradient.lerp(momentum, group["momentum"]).bfloat16()  # torch's dtype of the products
         parts = DTensor.from_local(
             update, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )

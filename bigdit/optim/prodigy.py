@@ -1,4 +1,4 @@
-"""Prodigy (Mishchenko & Defazio, arXiv:2306.06101) of prodigyopt, which is imported only where it is chosen."""
+"""prodigyopt's Prodigy (Mishchenko & Defazio, arXiv:2306.06101)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from bigdit.strategy import OptimizerSpec
 class Prodigy(package.Prodigy):
     """AdamW whose rate is lr × d, with d estimated from all weights.
 
-    State: two moments, the weights at the start, and a sum of gradients, 16 B a parameter. Processes that hold shards
-    sum their parts of the estimate.
+    State: two moments, the initial weights, and a sum of gradients, 16 B per parameter. Processes with shards sum their
+    parts of the estimate.
     """
 
     def __init__(self, spec: OptimizerSpec, params: Groups) -> None:
@@ -34,7 +34,7 @@ class Prodigy(package.Prodigy):
                 d_coef=spec.d_coef,
                 safeguard_warmup=spec.safeguard_warmup,
                 use_bias_correction=spec.use_bias_correction,
-                fsdp_in_use=True,  # also in one process: else it skips the update where it reads a sum of 0
+                fsdp_in_use=True,  # also in one process: else it skips an update for a sum of 0
             )
 
     @torch.no_grad()
@@ -48,11 +48,11 @@ class Prodigy(package.Prodigy):
                 self.start(param)
         with _sums_on(stepped[0].device):
             super().step()
-        for group in self.param_groups:  # numbers, in place of tensors that each use would wait for
+        for group in self.param_groups:  # numbers: each use of a tensor would wait for the GPU
             group.update({key: float(value) for key, value in group.items() if isinstance(value, torch.Tensor)})
 
     def start(self, param: torch.Tensor) -> bool:
-        """Allocate the state of `param`. The package's own start keeps one number of weights that are all 0."""
+        """Allocate the state of `param`. The package would allocate only one number for weights that are all 0."""
         flat = param.detach().flatten()
         self.state[param] = {
             "step": 0,
@@ -65,7 +65,7 @@ class Prodigy(package.Prodigy):
 
 
 def _sum(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-    """The sum over processes, where there are several."""
+    """Sum over processes, if there are several."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(tensor, op=op)
 
@@ -75,7 +75,7 @@ package.dist = SimpleNamespace(all_reduce=_sum, ReduceOp=dist.ReduceOp)
 
 @contextlib.contextmanager
 def _sums_on(device: torch.device) -> Iterator[None]:
-    """The package sums on the GPU alone: where weights are on the CPU, let it stay there."""
+    """Let the package, which calls `.cuda()`, sum on the CPU if weights are there."""
     cuda = torch.Tensor.cuda
     if device.type == "cpu":
         torch.Tensor.cuda = lambda tensor: tensor

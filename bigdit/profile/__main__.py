@@ -1,7 +1,7 @@
-"""The process that answers: `python -m bigdit.profile SLOT…`, on an emulated GPU (gpus.py), by its forks (pool.py).
+"""The server of emulated GPUs: `python -m bigdit.profile SLOT…` (gpus.py starts it, pool.py serves).
 
-A model is built once for all jobs that have it, in a branch of this process. Each job has a fork of its
-own, which begins with that model and a GPU that has nothing.
+Each model is built once, in a branch of this process. Each job runs in a fork of a branch, which starts with that model
+and an empty GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from bigdit.profile.steps import Built
 
 _built: list[tuple[Built, int]] = []
-"""The model of this branch, and the bytes of CPU memory that it takes."""
+"""The model of this branch, and its bytes of CPU memory."""
 
 
 def main(given: list[str]) -> None:
-    """Answer until all slots are closed."""
+    """Answer jobs until all slots are closed."""
     end_with(os.getppid(), signal.SIGKILL)
     _import_all()
     serve(given, Service(prepare=_import_for, alike=_alike, build=_build, answer=_answer))
@@ -38,19 +38,19 @@ def _request(line: str) -> StepRequest:
 
 
 def _alike(line: str) -> str:
-    """The same text for jobs whose steps begin with the same model and encoders in CPU memory."""
+    """A key that is equal for jobs whose steps start with the same model and encoders in CPU memory."""
     request = _request(line)
     if request.part == "encoders":
         return request.part
     strategy = request.strategy
     encoders, added = request.encoders, strategy.lora or strategy.controlnet
-    dtype = strategy.precision.removesuffix("_sr")  # rounds stochastically what has the same dtype
+    dtype = strategy.precision.removesuffix("_sr")  # stochastic rounding has the same dtype
     compiled = "compiled" if strategy.compile_blocks else ""  # a branch imports nothing later, such as the compiler
     return f"{request.model!r} {encoders!r} {added!r} {dtype} {compiled}"
 
 
 def _build(line: str) -> None:
-    """Build what the job's steps begin with, unless this branch has it."""
+    """Build the job's model and encoders, unless this branch has them."""
     from bigdit.profile.steps import build
     from bigdit.profile.unwritten import unwritten_weights
 
@@ -86,7 +86,7 @@ def _answer(line: str) -> str:
 
 
 def _import_all() -> None:
-    """Import what all steps need. A real GPU would not survive a fork."""
+    """Import what all steps need, and initialise CUDA before forks, which only emulated GPUs allow."""
     with libraries.importing(), libraries.models_alone():
         import torch
 
@@ -94,11 +94,11 @@ def _import_all() -> None:
 
     torch.set_num_threads(1)  # the threads of a pool do not survive a fork
     torch.cuda.init()  # torch refuses to in a fork, since a real driver would
-    torch.cuda._is_in_bad_fork = lambda: False  # there is no driver whose state a fork would break
+    torch.cuda._is_in_bad_fork = lambda: False  # no driver has state that a fork would break
 
 
 def _import_for(line: str) -> None:
-    """Import what the job's steps need besides that."""
+    """Import what else the job's steps need."""
     request = _request(line)
     with libraries.importing(), libraries.uncompiled():
         import diffusers
@@ -108,7 +108,7 @@ def _import_for(line: str) -> None:
 
         getattr(diffusers, request.model.class_name, None)
         strategy = request.strategy
-        # Of one number: it imports the library that has the optimizer.
+        # An optimizer of one number: this imports its library.
         optim.build(strategy.optimizer, [torch.zeros(1)], stochastic_rounding=strategy.precision == "bf16_sr")
         importlib.import_module(f"bigdit.engines.{strategy.engine}")
         if strategy.controlnet is not None:

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.catalog import FAMILIES, CatalogModel, Gpu, batch_shape
-from bigdit.catalog.conditions import beside
+from bigdit.catalog.conditions import with_controlnet
 from bigdit.catalog.context import context_misfits, context_problems
 from bigdit.catalog.encoders import OnlineEncoders, online_encoders
 from bigdit.catalog.families import family_objective
@@ -48,18 +48,18 @@ class AttemptJob(Strict):
 
 
 class PhaseBytes(Strict):
-    """Bytes that torch had allocated in a phase: at most, and at its end. Of several occurrences the highest count."""
+    """Allocated bytes of a phase: its peak and its end, each the highest of all occurrences."""
 
     peak_bytes: NonNegativeInt
     end_bytes: NonNegativeInt
 
 
 class Attempt(Strict):
-    """Two steps, or what was taken until one ran out of memory: by torch's own counters.
+    """Two steps, or what ran until memory ran out, by torch's own counters.
 
-    `out_of_memory`: torch's message. `retries`: how often the allocator gave back what it kept, to find room. `reads`:
-    copies from the GPU to the host, before the optimizer steps. `launched`: by the second step. `packed_work` (a
-    Timeline without blocks) is there where it was counted.
+    `out_of_memory`: torch's message. `retries`: how often the allocator freed cached memory to find room. `reads`:
+    copies from the GPU to CPU memory, before the optimizer steps. `launched`: by the second step. `packed_work` is a
+    Timeline without blocks; None if it was not counted.
     """
 
     out_of_memory: str | None
@@ -91,21 +91,21 @@ class Attempt(Strict):
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The most allocated bytes of each phase."""
+        """Peak allocated bytes of each phase."""
         return {phase: each.peak_bytes for phase, each in self.phases.items()}
 
     @property
     def work(self) -> Timeline:
-        """Operators and collectives of one step, by span. Raises ValueError where they were not counted."""
+        """Operators and collectives of one step, by span. Raises ValueError if they were not counted."""
         if self.packed_work is None:
             raise ValueError("the work of this attempt was not counted")
         return Timeline.unpack(self.packed_work)
 
 
 class Profile(Strict):
-    """Two steps under the recorder, on a GPU without a limit. `ledger` counts in 512 B.
+    """Two steps under the recorder, on a GPU without a limit. `ledger` counts in multiples of 512 B.
 
-    `checkpoint_bytes`: what a process copies to the host to save its state. `params` counts elements.
+    `checkpoint_bytes`: the state that a process copies to CPU memory to save it. `params` counts elements.
     """
 
     params: PositiveInt
@@ -128,14 +128,14 @@ class Profile(Strict):
 
 
 class TookTooLong(UserError):
-    """An answer did not come in time. It may on another day, or on another machine."""
+    """An answer did not come in time. It may on a machine that is faster or less busy."""
 
 
 class Launched(Strict):
-    """What the host handed to the GPU in one phase of a step, and how often it waited.
+    """What the CPU launched on the GPU in one phase of a step, and how often it waited.
 
     `counts` has the names of emulator/inside/libraries.py. `library_calls` are products, convolutions and attention of
-    cuBLAS and cuDNN. Each launches one kernel at least.
+    cuBLAS and cuDNN. Each launches at least one kernel.
     """
 
     counts: dict[str, PositiveInt]
@@ -145,9 +145,8 @@ class Launched(Strict):
 
     @property
     def launches(self) -> int:
-        """All that the CPU handed to the GPU."""
-        apart = ("bytes_", "host_syncs")
-        return sum(count for name, count in self.counts.items() if not name.startswith(apart))
+        """The number of all launches, copies and collectives."""
+        return sum(count for name, count in self.counts.items() if not name.startswith(("bytes_", "host_syncs")))
 
 
 def launched(before: Mapping[str, int], after: Mapping[str, int]) -> Launched:
@@ -160,14 +159,14 @@ IMAGES, TEXTS = "images", "texts"
 
 
 def weights_of(phase: str) -> str:
-    """The phase in which the weights of these encoders come to the GPU."""
+    """The phase in which the weights of these encoders move to the GPU."""
     return f"weights of {phase}"
 
 
 class StepRequest(Strict):
     """The training steps of one strategy, or a micro-batch through its encoders alone (`part`).
 
-    `objective`: left out, the model's own. `encoders`: those that run in the step, with features online.
+    `objective` defaults to the model's own. `encoders` run in the step, with features online.
     """
 
     model: ModelSpec
@@ -188,14 +187,14 @@ def request_for(
 ) -> StepRequest:
     """One strategy of `model` on `gpu`, at `resolution` (a side, or height and width) and `frames` of a video.
 
-    What is left out is the model's own. Raises UserError for a model that has no step yet, pixels that do not fit it,
-    tokens that cannot be split, and a precision, or FP8, that the GPU does not compute.
+    Both default to the model's own. Raises UserError for a model without a training step, pixels that do not fit it and
+    tokens that cannot be split; also for a precision, or FP8, that the GPU does not compute.
     """
     problems = [*model_problems(model), *precision_problems(gpu, strategy.precision)]
     problems += float8_problems(gpu, strategy.float8)
     if problems:
         raise UserError(*problems)
-    model = model if strategy.controlnet is None else beside(model, strategy.controlnet)
+    model = model if strategy.controlnet is None else with_controlnet(model, strategy.controlnet)
     batch = batch_shape(model, resolution, frames)
     text = None if batch.text is None else batch.text[0]
     problems += context_problems(model.spec, strategy.cp, strategy.cp_ring)
@@ -207,7 +206,7 @@ def request_for(
 
 
 def check(request: StepRequest) -> None:
-    """Raise UserError for a request that no step can answer."""
+    """Raise UserError for a request that cannot run."""
     inputs = FAMILIES.get(request.model.class_name)
     if inputs is not None and inputs.text_dim is not None and request.batch.text is None:
         raise UserError(f"a step of {request.model.name} needs the shape of the model's text, (tokens, dim)")
@@ -224,7 +223,7 @@ def check(request: StepRequest) -> None:
 
 
 def model_problems(model: CatalogModel) -> list[str]:
-    """Why `model` has no training step yet; none where it has."""
+    """Why `model` has no training step; empty if it has one."""
     if model.obstacle is None:
         return []
     return [f"{model.name} cannot be planned: {model.obstacle} (`bigdit models` lists those that can)"]

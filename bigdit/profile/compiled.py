@@ -1,7 +1,7 @@
 """Compiled blocks on an emulated GPU: torch's compiler makes their graphs and kernels as on a real one.
 
-Triton would build the kernels' machine code in a minute, and nothing would run it. So it is left out: a kernel is
-launched, and has the bytes that Inductor expects it to move. What is allocated does not depend on the kernels.
+Machine code is not built: Triton would take a minute, and nothing would run it. A kernel is counted as a launch with
+the bytes that Inductor expects it to move. Allocations do not depend on kernels.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from bigdit.record.costs import Counting
 
 
 def without_machine_code() -> None:
-    """Import torch's compiler, and have this process build no machine code from now on.
+    """Import torch's compiler, and keep this process from building machine code.
 
-    Raises UserError where Triton is missing, without which there is none for GPUs.
+    Raises UserError if Triton is missing, since torch cannot compile for GPUs without it.
     """
     if find_spec("triton") is None:
         needed = next(
@@ -34,27 +34,28 @@ def without_machine_code() -> None:
 
     importlib.import_module("torch._inductor.compile_fx")
     codecache = importlib.import_module("torch._inductor.codecache")
-    codecache.torch_key()  # it reads all of Inductor: once, and not in each fork
-    codecache.CacheBase.get_system()  # and this all of Triton
-    torch._inductor.config.profile_bandwidth = True  # it writes a kernel's bytes beside its source
-    # Else each attempt traces attention over processes anew. Training does: by default torch does not trust that cache.
+    codecache.torch_key()  # reads all of Inductor: here once, not in each fork
+    codecache.CacheBase.get_system()  # the same for Triton
+    torch._inductor.config.profile_bandwidth = True  # adds a kernel's bytes to its source
+    # Else each attempt traces context parallelism again, as training does: torch does not trust that cache by default.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     AsyncCompile.triton = lambda self, name, source, **device: _Kernel(source)  # type: ignore[method-assign]
     importlib.import_module("torch._inductor.codegen.common").init_backend_registration()
-    # For lines of a debug log Dynamo parses all files that it traces, and it times guards: a tenth of an attempt.
+    # For its debug log, Dynamo parses all files that it traces, and times guards: a tenth of an attempt.
     vars(importlib.import_module("torch._dynamo.symbolic_convert"))["get_funcname"] = lambda file, line: None
     vars(importlib.import_module("torch._dynamo.guards"))["profile_guard_manager"] = lambda root, values, times: 0.0
-    # What Dynamo looks up at its first call, each fork would: a twelfth of an attempt. Backward here would end forks.
+    # Dynamo's first call looks up a lot: here once, not in each fork, for a twelfth of an attempt. There is no backward
+    # pass, since autograd's threads would not survive a fork.
     torch.compile(torch.nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))
     torch._dynamo.reset()
 
 
 class _Kernel:
-    """A kernel of Triton in the code that Inductor made, which launches it by `run`."""
+    """A Triton kernel in Inductor's code, which launches it by `run`."""
 
     def __init__(self, source: str) -> None:
         moved = re.search(r"'kernel_num_gb': ([\d.e+-]+)", source)
-        self._nbytes = round(float(moved[1]) * 1e9) if moved else None  # such as of a kernel for lists of tensors
+        self._nbytes = round(float(moved[1]) * 1e9) if moved else None  # None for kernels over lists of tensors
         named = re.search(r"^def \w+\((.*?)\):", source, re.MULTILINE)
         names = named[1].split(", ") if named else []
         self._written = [place for place, name in enumerate(names) if name.startswith(("out_ptr", "in_out_ptr"))]

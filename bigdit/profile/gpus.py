@@ -1,4 +1,4 @@
-"""Ask emulated GPUs, a few side by side: processes with the CUDA build of torch answer. Nothing here imports torch."""
+"""Runs jobs on a few emulated GPUs in parallel, in processes with the CUDA build of torch. No torch is imported."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from bigdit.units import GIB
 
 MOST_WORKERS = 4
 WORKER_BYTES = 2 * GIB
-"""This machine's memory for each worker beyond two: three times what one needs (benchmarks/README.md)."""
+"""CPU memory of this machine for each worker beyond two: three times what one needs (benchmarks/README.md)."""
 
 LARGEST_MICRO_BATCH = 512
-"""Where the search for the largest micro-batch ends."""
+"""Upper end of the search for the largest micro-batch."""
 
 _ATTEMPTS = Cache("attempts", Attempt, "the attempt", "the step is run")
 _PROFILES = Cache("profiles", Profile, "the profile", "the step is recorded")
@@ -38,14 +38,14 @@ SOURCES = (
     *("strategy", "emulator", "engines", "encoders", "loader", "memory", "models", "objectives", "objective_spec.py"),
     *("optim", "profile", "record", "train/step.py"),
 )
-"""An answer in the cache is for these sources."""
+"""A cached answer is valid for these sources."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Two steps by the micro-batch size. `guess`: about how many samples fit. `sample_bytes`: about the bytes of one
-    more; 0 if unknown. `known`: bytes that torch reserved at sizes that ran, on a GPU without a limit. `failing`: a
-    size that does not fit."""
+    """Two steps by micro-batch size. `guess`: about how many samples fit. `sample_bytes`: about the bytes of one more;
+    0 if unknown. `known`: reserved bytes at sizes that ran without a memory limit. `failing`: a size that does not fit.
+    """
 
     request: Callable[[int], StepRequest]
     guess: float
@@ -54,7 +54,7 @@ class Row:
     failing: int = LARGEST_MICRO_BATCH + 1
 
     def expected(self, reserved: Mapping[int, int], capacity_bytes: int) -> float:
-        """About how many fit: by the two known sizes whose bytes are nearest to the capacity, or by one alone."""
+        """About how many samples fit, from the one or two known sizes whose bytes are nearest to the capacity."""
         if not (near := sorted(reserved, key=lambda size: abs(reserved[size] - capacity_bytes))[:2]):
             return self.guess
         sample = self.sample_bytes or reserved[near[0]] / max(near[0], 1)
@@ -64,7 +64,7 @@ class Row:
 
 
 def _around(reserved: Mapping[int, int], capacity_bytes: int) -> tuple[int | None, int | None]:
-    """The largest size that takes no more than the capacity, and the smallest that does."""
+    """The largest size that fits the capacity, and the smallest that does not."""
     below = max((size for size, nbytes in reserved.items() if nbytes <= capacity_bytes), default=None)
     return below, min((size for size, nbytes in reserved.items() if nbytes > capacity_bytes), default=None)
 
@@ -80,10 +80,10 @@ _COMPILED_TIMES = 6
 
 
 class EmulatedGpus:
-    """Emulated GPUs of one kind, `count` of them side by side: each job has a fork of one process.
+    """`count` emulated GPUs of one kind, in parallel. Each job runs in a fork of one process.
 
-    `done` is called with the number of answers so far. `unanswered`: why a job had no answer, in lines. Raises
-    UserError where there is no CUDA build of torch.
+    `done` is called with the number of answers so far. `unanswered` has a line for each reason why a job has no answer.
+    Raises UserError without a CUDA build of torch.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class EmulatedGpus:
         self.unanswered: dict[str, None] = {}
         self._settings = f"{self.build}, expandable segments {expandable_segments}"
         self.done: Callable[[int], None] = lambda answers: None
-        self._timeout_s, self._made = timeout_s, 0
-        self._follows: dict[str, bool] = {}  # whether memory depends on values, by kind, where both were compared
+        self._timeout_s, self._answers = timeout_s, 0
+        self._needs_values: dict[str, bool] = {}  # by kind, after a comparison: whether memory depends on values
         self._unread: set[str] = set()  # kinds that read nothing from the GPU
-        self._refused: dict[tuple[str, ...], UserError] = {}  # what cannot be compiled takes as long again
-        self._first: dict[str, Lock] = {}  # held by the job that finds that out
+        self._refused: dict[tuple[str, ...], UserError] = {}  # a failed compilation would take as long again
+        self._comparing: dict[str, Lock] = {}  # by kind; held by the job that compares
         self._free: SimpleQueue[int] = SimpleQueue()
         for slot in range(self.count):
             self._free.put(slot)
@@ -107,7 +107,7 @@ class EmulatedGpus:
         self._pool = Pool(partial(_worker, gpu, expandable_segments), self.count)
 
     def __enter__(self) -> EmulatedGpus:
-        self._threads.submit(self._pool.start)  # libraries are imported by the time of the first job
+        self._threads.submit(self._pool.start)  # so that libraries are imported before the first job
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -115,17 +115,18 @@ class EmulatedGpus:
         self._pool.close()
 
     def profile(self, request: StepRequest, snapshot: Path | None = None) -> Profile:
-        """Two recorded steps, or what is cached of them. They run where torch's memory snapshot goes to a file.
+        """Two recorded steps, from the cache if possible; a `snapshot` file of torch's memory is always a new run.
 
-        Raises UserError for what the user can mend, TookTooLong, and WorkerError where the process dies.
+        Raises UserError for errors that the user can fix, TookTooLong, and WorkerError if the process dies.
         """
         job, kind = AttemptJob(what="recorded", request=request), _kind(request)
         key = self._key(job)
-        with self._one() as slot:
+        with self._free_slot() as slot:
             found = None if snapshot else _PROFILES.find(key)
             if found is None:
                 file = None if snapshot is None else str(snapshot.absolute())
-                values = self._follows.get(kind, kind not in self._unread and not request.strategy.compile_blocks)
+                guess = kind not in self._unread and not request.strategy.compile_blocks
+                values = self._needs_values.get(kind, guess)
                 asked = job.model_copy(update={"values": values, "snapshot": file})
                 found = Profile.model_validate_json(self._ask(asked, slot))
                 _PROFILES.keep(key, found)
@@ -139,10 +140,10 @@ class EmulatedGpus:
         to_end: bool = True,
         counted: Counted = "nothing",
     ) -> Attempt:
-        """Two steps where torch may reserve so many bytes, or what is cached of them. Raises as `profile` does."""
+        """Two steps in which torch may reserve so many bytes, from the cache if possible. Raises as `profile`."""
         job = AttemptJob(request=request, capacity_bytes=capacity_bytes, to_end=to_end, counted=counted)
         key = self._key(job)
-        with self._one() as slot:
+        with self._free_slot() as slot:
             found = _ATTEMPTS.find(key)
             for more in {"nothing": ("update", "step"), "update": ("step",), "step": ()}[counted]:
                 found = found or _ATTEMPTS.find(self._key(job.model_copy(update={"counted": more})))
@@ -150,7 +151,7 @@ class EmulatedGpus:
                 if key in self._refused:
                     raise self._refused[key]
                 try:
-                    found = self._valueless_or_with(job, slot)
+                    found = self._run_with_needed_values(job, slot)
                 except UserError as error:
                     if not isinstance(error, TookTooLong):
                         self._refused[key] = error
@@ -166,10 +167,10 @@ class EmulatedGpus:
         *,
         counted: Callable[[StepRequest], Counted] = lambda _: "nothing",
     ) -> list[Attempt | Exception]:
-        """An attempt for each request and capacity, side by side; or the UserError or WorkerError in its place.
+        """An attempt for each request and capacity, in parallel; or its UserError or WorkerError.
 
-        `counted`: what work of each is counted. What may be this machine's fault, time or a process that died, is a
-        line in `unanswered` too. What is asked twice runs once.
+        `counted` says which work of a request is counted. Equal requests run once. Failures that may be due to this
+        machine (a timeout, a process that died) are lines in `unanswered` too.
         """
         keys = [(request.model_dump_json(), capacity_bytes) for request, capacity_bytes in asked]
         once = dict(zip(keys, asked, strict=True))
@@ -179,11 +180,11 @@ class EmulatedGpus:
         return [found[key].result() for key in keys]
 
     def largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
-        """The largest micro-batch that fits, plus about which part of the next one has room (less than 1: none fits);
-        and the bytes that torch reserved at the sizes that ran. None where an attempt failed.
+        """The largest micro-batch that fits, plus about the fraction of the next sample that fits (below 1: none fits);
+        and reserved bytes at the sizes that ran. None if an attempt failed.
 
-        A size runs without a limit, which tells its bytes. One that is expected not to fit runs within the capacity,
-        and ends early; but not compiled blocks, which torch keeps once their backward pass ran.
+        Sizes run without a limit, to learn their bytes. One that should not fit runs with the limit, and ends early;
+        except with compiled blocks, which are cached only after their backward pass.
         """
         reserved = dict(row.known)
         below, above = _around(reserved, capacity_bytes)
@@ -214,35 +215,35 @@ class EmulatedGpus:
             return error
 
     @contextmanager
-    def _one(self) -> Iterator[int]:
-        """One of the GPUs, which answers a job meanwhile."""
+    def _free_slot(self) -> Iterator[int]:
         slot = self._free.get()
         try:
             yield slot
         finally:
             self._free.put(slot)
             with self._lock:
-                self._made += 1
-                self.done(self._made)
+                self._answers += 1
+                self.done(self._answers)
 
-    def _valueless_or_with(self, job: AttemptJob, slot: int) -> Attempt:
+    def _run_with_needed_values(self, job: AttemptJob, slot: int) -> Attempt:
+        """Run without values, which is faster; with them if memory depends on them, which is compared once by kind."""
         kind = _kind(job.request)
-        if self._follows.get(kind):
+        if self._needs_values.get(kind):
             return self._run(job, slot, values=True)
         try:
             without = self._run(job, slot, values=False)
-        except (UserError, WorkerError):  # it asks for values that are not there
-            self._follows[kind] = True
+        except (UserError, WorkerError):  # it read values
+            self._needs_values[kind] = True
             return self._run(job, slot, values=True)
-        if not without.reads or job.request.strategy.compile_blocks:  # its kernels compute no values
+        if not without.reads or job.request.strategy.compile_blocks:  # compiled kernels compute no values anyway
             self._unread.add(kind)
             return without
-        with self._first.setdefault(kind, Lock()):
-            if kind in self._follows:
-                return self._run(job, slot, values=True) if self._follows[kind] else without
+        with self._comparing.setdefault(kind, Lock()):
+            if kind in self._needs_values:
+                return self._run(job, slot, values=True) if self._needs_values[kind] else without
             found = self._run(job.model_copy(update={"counted": "nothing"}), slot, values=True)
-            self._follows[kind] = found.memory != without.memory
-            if not self._follows[kind]:
+            self._needs_values[kind] = found.memory != without.memory
+            if not self._needs_values[kind]:
                 return without
             return self._run(job, slot, values=True) if job.counted != "nothing" else found
 
@@ -265,7 +266,10 @@ class EmulatedGpus:
 
 
 def _kind(request: StepRequest) -> str:
-    """The same text for attempts that differ in sizes, or in settings without an effect on values (fp16 has one)."""
+    """A key that is equal for attempts that differ only in sizes, or in settings without an effect on values.
+
+    fp16 has an effect on values.
+    """
     settled = request.strategy.settled(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
     alike = {"optimizer": OptimizerSpec(), "checkpointing": "full", "blocks_to_swap": 0}
     alike["precision"] = settled.precision.removesuffix("_sr")
@@ -279,10 +283,10 @@ def _worker(gpu: Gpu, expandable_segments: bool) -> tuple[list[str], dict[str, s
 
 
 def worker_environment(gpu: Gpu, *, expandable_segments: bool = True) -> dict[str, str]:
-    """The environment of one process on this GPU, which needs no peers, whatever its strategy."""
+    """The environment of one process on this GPU. It needs no peers, also as one of several ranks."""
     found = environment(expandable_segments=expandable_segments) | emulated_environment(gpu, peers=False)
     found["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Inductor runs in forks, which have no other threads
-    for name in ("CUDA_VISIBLE_DEVICES", "BIGDIT_EMULATED_OUT"):  # attempts of an emulated program are no part of it
+    for name in ("CUDA_VISIBLE_DEVICES", "BIGDIT_EMULATED_OUT"):  # attempts do not belong to an emulated command
         found.pop(name, None)
-    # Where pip installed bigdit, the folder has a torch too, which must not come before the CUDA build.
+    # Where pip installed bigdit, its folder also has a torch, which must not precede the CUDA build.
     return found | {"PYTHONPATH": os.pathsep.join([*([str(ROOT)] if in_checkout() else []), found["PYTHONPATH"]])}

@@ -1,10 +1,9 @@
-"""Processes whose forks answer, several jobs side by side. Nothing here imports torch.
+"""A process whose forks answer jobs in parallel. No torch is imported.
 
-`Pool` asks such a process. `serve` is its other end: it imports what jobs need. Forks of it, the branches, build
-once what some jobs have alike. Each job has a fork of its branch. Jobs come by slots, which are answered
-side by side, one job after another in each. A slot is a socket, and a file for the messages of what answers. These
-lines go back by the socket: `read` when a job was read, `fork<tab>PROCESS ID` when its fork begins,
-`STATUS<tab>ANSWER`, and `end<tab>STATUS` when the fork has ended.
+`Pool` is the client. `serve` is the server, which imports what jobs need. Its forks, the branches, each build once what
+several jobs share. Each job runs in a fork of its branch. Slots run in parallel, the jobs of one slot in order. A slot
+is a socket, and a file for stderr. The server sends these lines: `read` when it has a job, `fork<tab>PROCESS ID` when
+the job's fork begins, `STATUS<tab>ANSWER`, and `end<tab>STATUS` when the fork has ended.
 """
 
 from __future__ import annotations
@@ -33,28 +32,27 @@ from bigdit.strategy import Strict
 
 _CHUNK = 1 << 20
 _LAST_LINES = 12
-_GONE_WITHIN_S = 10
-"""After which a process that was killed is not waited for."""
+_ENDS_WITHIN_S = 10
+"""Longest wait for a process that was killed."""
 
 Started = Callable[[], tuple[list[str], dict[str, str]]]
-"""The command of the process, which is given its slots as further arguments, and its environment."""
+"""Returns the command and the environment of the process. Its slots are added as arguments."""
 
 
 class WorkerError(RuntimeError):
-    """A process ended without an answer. The message's first line has its exit status and its error, or the last line
-    of its stderr; the others are the end of that."""
+    """A process ended without an answer. The message has its exit status and error, then the end of its stderr."""
 
 
 class WorkerEnded(WorkerError):
-    """It raised nothing in Python before it ended."""
+    """It ended without a Python exception."""
 
 
 class WorkerKilled(WorkerEnded, Killed):
-    """It was ended by SIGKILL, which is nobody's bug."""
+    """It was killed by SIGKILL, which is no bug."""
 
 
 class Pool:
-    """A process that has imported all libraries, and forks of it that answer, side by side in `count` slots.
+    """A process that has imported all libraries, whose forks answer jobs in `count` parallel slots.
 
     It starts with `start`, or with the first job. After `close` none starts.
     """
@@ -62,24 +60,24 @@ class Pool:
     def __init__(self, started: Started, count: int) -> None:
         self._over = False
         self._started = started
-        # What the process and its forks write to stderr: files without a name, of which nothing is left at their end.
+        # For stderr of the process and its forks: files without a name, which vanish at their end.
         self._stderr, *self._stderr_by = (tempfile.TemporaryFile() for _ in range(1 + count))  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
         self._slots: list[_Slot] = []  # of this process
         self._lock = threading.Lock()
 
     def start(self) -> int:
-        """Have the process import what it needs by the time of the first job; its id."""
+        """Start the process, so that it imports libraries before the first job; its id."""
         return self._running()[0].pid
 
     def ask(self, slot: int, what: str, job: Strict, timeout_s: float) -> bytes:
-        """The answer to a job, in this slot. `what` it is, for messages.
+        """The answer to a job in this slot. `what` names the job in messages.
 
-        Raises TimeoutError where it takes longer, UserError for what the user can mend, and WorkerError where the
-        fork or the process dies. The next job finds a new one.
+        Raises TimeoutError after `timeout_s`, UserError for errors that the user can fix, and WorkerError if the fork
+        or the process dies. The next job starts a new one.
         """
         stderr = self._stderr_by[slot]
-        # Before it starts: it may be dead when it has.
+        # Before the start: afterwards it may be dead already.
         before, before_all = (os.fstat(each.fileno()).st_size for each in (stderr, self._stderr))
         process, slots = self._running()
         own = slots[slot]
@@ -100,7 +98,7 @@ class Pool:
         return answer
 
     def close(self) -> None:
-        """End the process and its forks, which are a group of their own, for good."""
+        """End the process group of the process and its forks for good."""
         with self._lock:
             self._over, process = True, self._process
         if process is not None:
@@ -126,7 +124,7 @@ class Pool:
                 stderr=self._stderr,
                 env=environment,
                 pass_fds=[number for pair in files for number in pair],
-                start_new_session=True,  # it does not hear Ctrl-C: who asks does, and ends it
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends it
             )
         except OSError:
             for ours, _ in pairs:
@@ -140,25 +138,25 @@ class Pool:
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
             if self._process is not process:
-                return  # another slot has ended it, and there may be a new one
+                return  # another slot has ended it, and perhaps started a new one
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             for slot in self._slots:
                 slot.await_end()
-                if slot.lock.acquire(blocking=False):  # or the one that asks there finds the end, and closes it
+                if slot.lock.acquire(blocking=False):  # else a thread is asking, finds the end, and closes the slot
                     slot.close()
-                    slot.lock.release()  # one that is about to ask there finds it closed
+                    slot.lock.release()  # a thread that is about to ask finds it closed
             self._process, self._slots = None, []
 
 
 class _Slot:
-    """One slot of one process, and the fork that answers there. `lock`: held by the one that asks."""
+    """A slot of one process, and the fork that answers its job. The thread that asks holds `lock`."""
 
     def __init__(self, end: socket.socket) -> None:
         self.fork: int | None = None
         self.lock = threading.Lock()
-        self._read_there = False  # the job
+        self._job_read = False
         self._socket = end
         self._unread = b""
 
@@ -166,38 +164,38 @@ class _Slot:
         self._socket.close()
 
     def await_end(self) -> None:
-        """Wait until nobody holds the other end, as forks that were killed do for a moment."""
-        until = time.monotonic() + _GONE_WITHIN_S
+        """Wait until all processes have closed the other end. Killed forks hold it for a moment."""
+        until = time.monotonic() + _ENDS_WITHIN_S
         with contextlib.suppress(TimeoutError, EOFError):
             while True:
                 self._line(until)
 
     def put(self, job: Strict, until: float) -> tuple[int, bytes]:
-        """The status of a job, and its answer. Raises TimeoutError, and EOFError where the process has ended."""
-        self._read_there = False
-        with contextlib.suppress(OSError):  # it has ended, which reading says too
+        """The status of a job, and its answer. Raises TimeoutError, and EOFError if the process has ended."""
+        self._job_read = False
+        with contextlib.suppress(OSError):  # it has ended, which reading shows too
             self._socket.sendall(f"{job.model_dump_json()}\n".encode())
         while True:
             first, _, rest = self._line(until).partition(b"\t")
             if first == b"read":
-                self._read_there = True
+                self._job_read = True
             elif first == b"fork":
                 self.fork = int(rest)
             elif first == b"end":
                 self.fork = None
-                if self._read_there:  # or it is the one that answered before
+                if self._job_read:  # else it is the fork of the job before
                     return int(rest), b""
             else:
                 return int(first), rest
 
     def stop(self) -> bool:
-        """End the fork that has the job; False if none has it, or if its end is not confirmed."""
-        if self.fork is None or not self._read_there:
+        """Kill the fork of the job; False if there is none, or if its end is not confirmed."""
+        if self.fork is None or not self._job_read:
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.fork, signal.SIGKILL)
         try:
-            while not self._line(time.monotonic() + _GONE_WITHIN_S).startswith(b"end\t"):
+            while not self._line(time.monotonic() + _ENDS_WITHIN_S).startswith(b"end\t"):
                 pass
         except (TimeoutError, EOFError):
             return False
@@ -211,7 +209,7 @@ class _Slot:
                 poll.register(self._socket, select.POLLIN)
                 ready = poll.poll(max(until - time.monotonic(), 0) * 1000)
                 part = self._socket.recv(_CHUNK) if ready else None
-            except (OSError, ValueError):  # killed with something unread, or closed here
+            except (OSError, ValueError):  # the process was killed before it read all, or this end is closed
                 part = b""
             if part is None:
                 raise TimeoutError
@@ -223,19 +221,19 @@ class _Slot:
 
 
 def _lines(file: IO[bytes], since: int) -> list[str]:
-    """What was written from that byte on; where the process writes next stays as it is."""
+    """The lines from that byte on. The position at which the process writes is not moved."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size - since, since).decode(errors="replace").splitlines()
 
 
 def environment(*, expandable_segments: bool) -> dict[str, str]:
-    """This process's, without network and without a place in a launched group, and with the allocator as asked for."""
+    """This process's environment without network and a launcher's ranks, and with this allocator setting."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTORCH_CUDA_ALLOC_CONF")
     own = {key: value for key, value in os.environ.items() if key not in left_out}
     return own | {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable_segments}", "HF_HUB_OFFLINE": "1"}
 
 
 def failure(what: str, status: int, lines: list[str]) -> Exception:
-    """The error of `what`, which left no result: the user's errors among the lines of stderr, or the last lines."""
+    """The error of `what`, which left no result: the user's errors in the lines of stderr, or the last lines."""
     problems = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if status == EXIT_USER and problems:
         return UserError(*problems)
@@ -243,13 +241,13 @@ def failure(what: str, status: int, lines: list[str]) -> Exception:
     raised = [line for line in lines if re.match(r"[\w.]+Error: ", line)]
     killed = status == -signal.SIGKILL
     kind = WorkerKilled if killed else WorkerError if raised else WorkerEnded
-    said = [] if killed else raised or [line for line in lines if line.strip()]
-    why = f" {said[-1][:300]}" if said else ""
+    reasons = [] if killed else raised or [line for line in lines if line.strip()]
+    why = f" {reasons[-1][:300]}" if reasons else ""
     return kind(f"{what} ended with status {status} and no result:{why}\n{end}")
 
 
 class _End:
-    """An end of a socket over which lines come and go."""
+    """One end of a socket for lines."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket, self._unread, self.close = end, b"", end.close
@@ -258,18 +256,18 @@ class _End:
         return self._socket.fileno()
 
     def read(self) -> list[str] | None:
-        """The lines that have come; None where the other end is closed."""
+        """The lines that have come; None if the other end is closed."""
         part = self._socket.recv(_CHUNK)
         *lines, self._unread = (self._unread + part).split(b"\n")
         return [line.decode() for line in lines] if part else None
 
-    def tell(self, *parts: object) -> None:
-        with contextlib.suppress(OSError):  # the other end has gone, which reading says too
+    def send(self, *parts: object) -> None:
+        with contextlib.suppress(OSError):  # the other end is closed, which reading shows too
             self._socket.sendall(("\t".join(map(str, parts)) + "\n").encode())
 
 
-class _Asked(_End):
-    """A slot as this process was given it: `SOCKET:FILE`, by their descriptors."""
+class _ServedSlot(_End):
+    """The server's end of a slot, from its argument `SOCKET:FILE`, both descriptors."""
 
     def __init__(self, given: str) -> None:
         number, _, stderr = given.partition(":")
@@ -279,8 +277,8 @@ class _Asked(_End):
 
 @dataclass(frozen=True)
 class Service:
-    """How jobs are answered. `prepare` imports what a job needs, in the server. Jobs with the same
-    `alike` share a branch, a fork of the server that has run `build`. `answer` runs in a fork of the branch."""
+    """What the server does with a job. `prepare` imports what it needs, in the server. Jobs with the same key `alike`
+    share a branch: a fork of the server that has run `build`. `answer` runs in a fork of the branch."""
 
     prepare: Callable[[str], None]
     alike: Callable[[str], str]
@@ -289,16 +287,16 @@ class Service:
 
 
 MOST_BRANCHES = 4
-"""Branches that are kept. Beyond that the oldest idle one ends."""
+"""Most branches. Beyond that, the oldest idle one ends."""
 
 
 def serve(given: Sequence[str], service: Service) -> None:
-    """Answer the jobs of all slots that this process was given, each in a fork, until they are closed.
+    """Answer the jobs of all slots, each in a fork, until the slots are closed.
 
-    What `prepare` or `build` raises is the answer.
+    An exception of `prepare` or `build` is an answer too.
     """
-    os.dup2(2, 1)  # what libraries print is no answer
-    slots = [_Asked(each) for each in given]
+    os.dup2(2, 1)  # libraries may print to stdout
+    slots = [_ServedSlot(each) for each in given]
     free, branches = [*slots], dict[str, _Branch]()
     while free or any(branch.busy for branch in branches.values()):
         ready = select.select([*free, *branches.values()], [], [])[0]
@@ -307,38 +305,38 @@ def serve(given: Sequence[str], service: Service) -> None:
             if jobs is None:
                 free.remove(slot)
             for job in jobs or ():  # one at a time
-                slot.tell("read")
+                slot.send("read")
                 if _succeeds(slot, partial(service.prepare, job)):
                     free.remove(slot)
                     _branch_for(job, branches, service, slots).ask(slot, job)
         for key, branch in [(key, branch) for key, branch in branches.items() if branch in ready]:
             ended, lives = branch.ended()
             for slot, status in ended.items():
-                slot.tell("end", status)
+                slot.send("end", status)
                 free.append(slot)
             if not lives:
                 del branches[key]
 
 
 class _Branch(_End):
-    """The server's end of a branch. `busy`: slots whose job it has, by their number."""
+    """The server's end of a branch. `busy` are slots whose job it has."""
 
-    def __init__(self, end: socket.socket, process: int, slots: Sequence[_Asked]) -> None:
+    def __init__(self, end: socket.socket, process: int, slots: Sequence[_ServedSlot]) -> None:
         super().__init__(end)
-        self._process, self._slots, self.busy = process, slots, set[_Asked]()
+        self._process, self._slots, self.busy = process, slots, set[_ServedSlot]()
 
-    def ask(self, slot: _Asked, job: str) -> None:
+    def ask(self, slot: _ServedSlot, job: str) -> None:
         self.busy.add(slot)
-        self.tell(self._slots.index(slot), job)
+        self.send(self._slots.index(slot), job)
 
     def end(self) -> None:
-        """End a branch that has nothing to do."""
+        """End an idle branch."""
         self._socket.shutdown(socket.SHUT_WR)
         os.waitpid(self._process, 0)
         self.close()
 
-    def ended(self) -> tuple[dict[_Asked, int], bool]:
-        """The status of forks that have ended, by slot, and whether the branch lives. All that it has end with it."""
+    def ended(self) -> tuple[dict[_ServedSlot, int], bool]:
+        """The status of forks that have ended, by slot, and whether the branch lives. Its forks end with it."""
         lines = self.read()
         if lines is None:
             self.close()
@@ -350,8 +348,8 @@ class _Branch(_End):
         return ended, True
 
 
-def _branch_for(job: str, branches: dict[str, _Branch], service: Service, slots: Sequence[_Asked]) -> _Branch:
-    """The branch of this job, the newest from now on. Of too many, the oldest that have nothing to do end."""
+def _branch_for(job: str, branches: dict[str, _Branch], service: Service, slots: Sequence[_ServedSlot]) -> _Branch:
+    """The branch of this job, which becomes the newest. If there are too many, the oldest idle ones end."""
     key = service.alike(job)
     found = branches.pop(key, None)
     if found is None:
@@ -365,14 +363,14 @@ def _branch_for(job: str, branches: dict[str, _Branch], service: Service, slots:
     return found
 
 
-def _serve_branch(server: _End, service: Service, slots: Sequence[_Asked]) -> None:
+def _serve_branch(server: _End, service: Service, slots: Sequence[_ServedSlot]) -> None:
     forks: dict[int, tuple[int, int]] = {}  # process and slot, by what can be read when it has ended
     while True:
         ready = select.select([server.fileno(), *forks], [], [])[0]
         for life in [life for life in forks if life in ready]:
             child, number = forks.pop(life)
             os.close(life)
-            server.tell(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            server.send(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         lines = server.read() if server.fileno() in ready else []
         if lines is None:
             return
@@ -380,26 +378,25 @@ def _serve_branch(server: _End, service: Service, slots: Sequence[_Asked]) -> No
             asked, _, job = line.partition("\t")
             slot = slots[int(asked)]
             if not _succeeds(slot, partial(service.build, job)):
-                server.tell(asked, 0)
+                server.send(asked, 0)
                 continue
             life, held = os.pipe()
-            gc.freeze()  # its collections do not look through, and so copy, what is there already
+            gc.freeze()  # else a collection in the fork would touch, and so copy, all pages of this process
             forks[life] = _forked(partial(_answer, slot, job, service.answer)), int(asked)
             os.close(held)
 
 
-def _answer(slot: _Asked, job: str, answer: Callable[[str], str]) -> None:
+def _answer(slot: _ServedSlot, job: str, answer: Callable[[str], str]) -> None:
     os.dup2(slot.stderr, 1)
     os.dup2(slot.stderr, 2)
-    slot.tell("fork", os.getpid())
+    slot.send("fork", os.getpid())
     found: list[str] = []
     status = guard(lambda: found.append(answer(job)))
     sys.stderr.flush()
-    slot.tell(status, *(found or [""]))
+    slot.send(status, *(found or [""]))
 
 
 def _forked(run: Callable[[], None]) -> int:
-    """The process of a fork that does this, and ends."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -412,11 +409,11 @@ def _forked(run: Callable[[], None]) -> int:
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
-    os._exit(status)  # without torch's shutdown, which aborts where backends or process groups are still there
+    os._exit(status)  # torch's shutdown would abort while backends or process groups exist
 
 
-def _succeeds(slot: _Asked, run: Callable[[], None]) -> bool:
-    """Run it; what it raises is the answer of the slot."""
+def _succeeds(slot: _ServedSlot, run: Callable[[], None]) -> bool:
+    """Run it. An exception is the answer of the slot."""
     before = os.dup(2)
     os.dup2(slot.stderr, 2)
     status = guard(run)
@@ -424,5 +421,5 @@ def _succeeds(slot: _Asked, run: Callable[[], None]) -> bool:
     os.dup2(before, 2)
     os.close(before)
     if status:
-        slot.tell(status, "")
+        slot.send(status, "")
     return not status

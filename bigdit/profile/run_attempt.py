@@ -1,7 +1,7 @@
-"""Two steps on an emulated GPU: one that has nothing, within so many bytes; or one under the recorder.
+"""Two steps on an emulated GPU: an attempt within so many bytes, or a run under the recorder.
 
-Under the recorder, the allocator's own history has every byte, the recorder says what each block is. Sums that autograd
-writes into their first operand are written there, so that the steps take what they take without a recorder.
+A recorded run takes all bytes from the allocator's own history, and the meaning of blocks from the recorder. Sums that
+autograd writes in place are written in place there too, so the recorder changes no allocation.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ DEVICE = torch.device("cuda", 0)
 
 
 def attempt(job: AttemptJob, built: Built, host_bytes: int) -> Attempt:
-    """What the job asks for, where torch may reserve so many bytes of the GPU. What is `built` takes `host_bytes`
-    of the host already."""
-    return _watched(job, host_bytes, lambda watch: _steps(job, built, watch))
+    """Two steps of the job's request, in which torch may reserve the job's `capacity_bytes`. `built` already takes
+    `host_bytes` of CPU memory."""
+    return _run_watched(job, host_bytes, lambda watch: _steps(job, built, watch))
 
 
 def encode(job: AttemptJob) -> Attempt:
-    """The same of encoders alone."""
-    return _watched(job, 0, lambda watch: _encoding(job, watch))
+    """A micro-batch through the encoders alone, with the same limit."""
+    return _run_watched(job, 0, lambda watch: _encoding(job, watch))
 
 
-def _watched(job: AttemptJob, host_bytes: int, run: Callable[[_Watch], None]) -> Attempt:
+def _run_watched(job: AttemptJob, host_bytes: int, run: Callable[[_Watch], None]) -> Attempt:
     began = time.perf_counter()
     torch.cuda.set_device(DEVICE)
     torch.cuda.init()
@@ -109,7 +109,7 @@ def _steps(job: AttemptJob, built: Built, watch: _Watch) -> None:
 
 
 def _encoding(job: AttemptJob, watch: _Watch) -> None:
-    """The encoders of images, then those of texts, as where they take turns; the weights in phases of their own."""
+    """Run the encoders of images, then those of texts, as if they took turns. Their weights have their own phases."""
     from bigdit.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
 
     request = job.request
@@ -132,14 +132,14 @@ def _encoding(job: AttemptJob, watch: _Watch) -> None:
                     frozen.texts([(ids.to(DEVICE), mask.to(DEVICE)) for ids, mask in raw.tokens])
             for module in modules:
                 module.to("cpu")
-            torch._C._cuda_clearCublasWorkspaces()  # or they would count as weights of the other side
+            torch._C._cuda_clearCublasWorkspaces()  # else they would count as weights of the next encoders
 
     encode()
     watch.count_work(encode)
 
 
 class _Watch(Witness):
-    """The counters of torch, of CPU memory and of launches, by phase. `host_bytes`: in use before the steps."""
+    """Counters of torch, CPU memory and launches, by phase. `host_bytes` of CPU memory are in use before the steps."""
 
     engine: Engine | None = None
     ema: Ema | None = None
@@ -167,18 +167,18 @@ class _Watch(Witness):
             return
         self.end()
         if self._phase is None:
-            self._host()  # its peak begins here: how the model came to the host is another matter
+            self._host()  # resets its peak: loading the model is not counted
         self._phase = name
         torch.cuda.reset_peak_memory_stats()
         before = self._counts()
         yield
         after = self._counts()
-        if name not in UPDATE:  # where it says whether a step is taken at all
+        if name not in UPDATE:  # there, the host only reads whether to step
             self.reads += after["copies_to_host"] - before["copies_to_host"]
         self.launched[name] = self.launched.get(name, Launched(counts={})) + launched(before, after)
 
     def end(self) -> None:
-        """The phase that lasted until now is over."""
+        """End the current phase."""
         if self._counting is not None or self._phase is None:
             return
         old = self.phases.get(self._phase, PhaseBytes(peak_bytes=0, end_bytes=0))
@@ -193,7 +193,7 @@ class _Watch(Witness):
         return self
 
     def count_work(self, run: Callable[[], object], counted_from: str | None = None) -> None:
-        """Run something once more and count its operators: all, or those from this phase on. No memory is measured."""
+        """Run once more and count operators: all, or those from the phase `counted_from` on. Memory is not measured."""
         self.end()
         self._counting, self._counted_from = Counting(), counted_from
         with ExitStack() as self._mode:
@@ -205,10 +205,10 @@ class _Watch(Witness):
 
 
 def recorded(request: StepRequest, built: Built, snapshot: str | None = None) -> Profile:
-    """The request on a GPU that has nothing yet; torch's memory snapshot of it goes to the file `snapshot`.
+    """Two recorded steps on an empty GPU. torch's memory snapshot goes to the file `snapshot`.
 
-    Raises UserError where that cannot be written, and RuntimeError where the categories of a phase do not sum to
-    torch's own peak.
+    Raises UserError if that cannot be written, and RuntimeError if the categories of a phase do not sum to torch's own
+    peak.
     """
     began, strategy, device = time.perf_counter(), request.strategy, torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -244,12 +244,12 @@ def recorded(request: StepRequest, built: Built, snapshot: str | None = None) ->
 
 
 def notices(strategy: Strategy, versions: Mapping[str, str]) -> list[str]:
-    """Versions outside the tested range, and what an engine makes impossible."""
+    """Lines for versions outside the tested range, and for optimizers that the engine makes larger."""
     found = untested(versions, {*PACKAGES.values()} - {PACKAGES.get(strategy.optimizer.name)})
     if strategy.zero_stage and strategy.optimizer.name in FACTORED:
         found.append(
             f"ZeRO-{strategy.zero_stage} hands {strategy.optimizer.name} flat partitions, which cannot be factored: "
-            "its second moment is whole here, and priced so; engine fsdp2 keeps the factors"
+            "its whole second moment is counted; strategy.engine fsdp2 keeps the factors"
         )
     return found
 
@@ -267,7 +267,7 @@ def _check(summed: Ledger, timeline: Timeline, peaks: Sequence[int]) -> None:
 
 
 class _Marks(Witness):
-    """Tells the recorder what the storages are. `watch` and `trained` are there from `started` on."""
+    """Marks storages for the recorder. `watch` and `trained` exist after `started`."""
 
     watch: Watch
     trained: tuple[Engine, Ema | None]

@@ -1,4 +1,4 @@
-"""The one description of what runs on a GPU, emulated or real: a model, an engine that takes it, and training steps."""
+"""The one description of what runs on a GPU, emulated or real: a model, its engine, and training steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STEPS = 2  # optimizer state appears in the first one
 
 @dataclass(frozen=True)
 class Workload:
-    """What a request runs: a model in CPU memory with the changes of its strategy, encoders, and batches."""
+    """What a request runs: a model in CPU memory, arranged for its strategy, encoders, and batches."""
 
     request: StepRequest
     model: nn.Module
@@ -56,10 +56,10 @@ class Built:
 
 
 def build(request: StepRequest, seed: int | None = None) -> Built:
-    """Build as the trainer does. Many attempts may begin with one, each in a process of its own."""
+    """Build model and encoders as the trainer does. Many attempts may start from one, each in its own process."""
     strategy = request.strategy
     model = models.build(request.model, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
-    if strategy.lora is not None:  # singular vectors take minutes, and no other memory
+    if strategy.lora is not None:  # PiSSA's singular vectors take minutes, and need no other memory
         strategy = strategy.model_copy(update={"lora": strategy.lora.model_copy(update={"pissa": False})})
     models.adapt(model, models.family(request.model.class_name), strategy)
     if request.encoders is None:
@@ -74,12 +74,12 @@ def build(request: StepRequest, seed: int | None = None) -> Built:
 
 
 def prepare(request: StepRequest, built: Built) -> Workload:
-    """Arrange the model for the strategy, and say how batches are made."""
+    """Arrange the model for the strategy, and choose how batches are made."""
     strategy, encoders, model = request.strategy, request.encoders, built.model
     family = models.family(request.model.class_name)
     models.arrange(model, family, strategy)
     extras = family.extras(model) | models.images(family, model, request.batch)
-    if strategy.repeated_samples:  # whose weight is in the batch's mask
+    if strategy.repeated_samples:  # the batch's mask has their weights
         extras |= {LOSS_MASK: models.Extra(request.batch.latents[-2:], fill=1)}
     own = (param for name, param in model.named_parameters() if not name.startswith(models.TEXT_ENCODERS))
     params = sum(param.numel() for param in own)
@@ -91,40 +91,40 @@ def prepare(request: StepRequest, built: Built) -> Workload:
 
 
 class Witness:
-    """Watches the steps as they run: this one ignores them."""
+    """Watches steps as they run. This one does nothing."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Surrounds init, and the phases of `train_step`."""
+        """A context around init, and around each phase of `train_step`."""
         return nullcontext()
 
     def built(self, model: nn.Module, frozen: FrozenEncoders | None) -> None:
         """In init, before the engine takes the model."""
 
     def started(self, engine: Engine, ema: Ema | None) -> Witness | Watch:
-        """In init, when the engine has the model and the device the encoders. Returns what watches from here on."""
+        """In init, when the engine has the model, and the encoders are on the device. Returns the next witness."""
         return self
 
     def held(self, batch: Any) -> None:
-        """The loader holds a micro-batch, for this step or a later one."""
+        """The loader has made a micro-batch, for this step or a later one."""
 
     def batches(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
-        """What the step is given for these micro-batches."""
+        """The micro-batches that the step gets."""
         return micro_batches
 
     def encoding(self, encode: Encode) -> Encode:
-        """What encodes in place of `encode`."""
+        """The function that encodes in place of `encode`."""
         return encode
 
 
 def training(workload: Workload, device: torch.device, world: World, witness: Witness) -> Iterator[bool]:
-    """The engine's start, and a step on `device` for each `next`, without end: whether it was taken.
+    """Start the engine, then take a step on `device` for each `next`, without end; yields whether it was taken.
 
-    Where the engine needs a process group, it exists already, of torch's fake backend or a real one.
+    If the engine needs a process group, it must exist, of torch's fake backend or a real one.
     """
     strategy, frozen = workload.request.strategy, workload.frozen
     with witness.phase("init"):
         witness.built(workload.model, frozen)
-        if frozen is not None:  # before the engine takes the model, as in the trainer, which holds them against it
+        if frozen is not None:  # before the engine takes the model, as in the trainer, which compares them
             frozen.to(device)
         engine = engines.create(strategy, workload.model, workload.family, device=device, world=world)
         ema = engines.ema_of(engine)
@@ -150,34 +150,33 @@ def training(workload: Workload, device: torch.device, world: World, witness: Wi
 
 
 def take(steps: Iterator[bool]) -> None:
-    """Take one of the first steps. Raises RuntimeError where it was not taken."""
+    """Take one of the first steps. Raises RuntimeError if it was skipped."""
     if not next(steps):
         raise RuntimeError("a step was not taken, since its gradients are not finite: no optimizer state was made")
 
 
 @contextmanager
 def group(strategy: Strategy) -> Iterator[World]:
-    """This process among as many as the strategy has: those that torchrun started, or the first of them alone."""
+    """The process group of the strategy: all ranks that torchrun started, or the first rank alone."""
     if strategy.engine == "single":
         yield World()
     elif dist.is_torchelastic_launched():
         dist.init_process_group("cpu:gloo,cuda:nccl")
         yield world_from_env()
-        dist.barrier()  # who ends first takes away what the others still read
+        dist.barrier()  # the store ends with rank 0, and others may still read it
     else:
         yield _first_of(strategy.world_size)
 
 
 def _first_of(size: int) -> World:
     """NCCL over a store without peers; collectives of CPU tensors use torch's fake backend."""
-    from torch.testing._internal.distributed import fake_pg  # registers the backend
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
-    assert fake_pg
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=size)
-    # Since torch 2.15 the group has its device from the start, and parts of it are split off, which asks the peers who
-    # is in which: without a device each part is a group that gets its size.
+    # Since torch 2.15 the group has its device from the start, and subgroups are split from it, which asks the peers.
+    # Without a device, each subgroup is a new group with a known size.
     dist.distributed_c10d._get_default_group().bound_device_id = None
     return World(rank=0, local_rank=0, world_size=size)
 
@@ -187,7 +186,7 @@ NO_EXTRAS: Mapping[str, models.Extra] = MappingProxyType({})
 
 
 def batch(shape: BatchShape, strategy: Strategy, extras: Mapping[str, models.Extra] = NO_EXTRAS) -> Batch:
-    """A micro-batch in CPU memory, as a store gives it: latents as they are stored, text in bf16."""
+    """A micro-batch in CPU memory, as the loader makes it: latents in the stored dtype, text in bf16."""
     count = strategy.micro_batch_size
     text = shape.text
     return Batch(
@@ -204,7 +203,7 @@ def raw_batch(
 ) -> RawBatch:
     """A micro-batch in CPU memory for the encoders: images in uint8, and captions that fill each encoder's tokens.
 
-    Padded captions have masks of [B, 1, T, T] too in some encoders, which these do not have.
+    Some encoders make masks of [B, 1, T, T] for padded captions. These captions have no padding.
     """
     count = strategy.micro_batch_size
     captions = [(count, encoder.tokens) for encoder in encoders.text]
@@ -221,16 +220,14 @@ def step_batches(
 ) -> Iterator[list[Any]]:
     """The micro-batches of one step after another, without end; `on_batch` is called with each.
 
-    The trainer's stream reads in a thread, whose allocations no recorder sees. Here this one reads. Left out is what
-    a thread holds for a moment while it reads, and the page cache of the store's files, which is free to go.
+    The trainer reads in a thread, whose allocations the recorder does not see. Here the main thread reads. This leaves
+    out what the thread holds while it reads, and the page cache of the store's files, which the system can drop.
     """
 
     def read(step: int) -> list[Any]:
-        return [held() for _ in range(strategy.grad_accum_steps)]
-
-    def held() -> Any:
-        made = make().pin_memory() if pin else make()
-        on_batch(made)
+        made = [make().pin_memory() if pin else make() for _ in range(strategy.grad_accum_steps)]
+        for each in made:
+            on_batch(each)
         return made
 
     return read_ahead(read, itertools.count(), strategy.read_ahead_steps, _ThisThread())
@@ -244,7 +241,7 @@ def _extras(count: int, shape: BatchShape, extras: Mapping[str, models.Extra]) -
 
 
 class _ThisThread(Executor):
-    """An executor without threads: what is submitted is done."""
+    """An executor without threads: a submitted function runs at once."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -1,6 +1,6 @@
 """Emulated steps without values in CPU memory: weights are never initialised, and large tensors are not computed.
 
-A model in CPU memory is address space alone. An optimizer on the CPU would take minutes for billions of weights, and no
+A model in CPU memory is only address space. An optimizer on the CPU would take minutes for billions of weights, and no
 byte depends on its values. Steps on a real GPU need values, since zeros need less power: `fill` writes them.
 """
 
@@ -23,15 +23,15 @@ from bigdit.units import MIB
 T = TypeVar("T")
 
 _LEAST_BYTES = MIB
-"""Smaller tensors are made, cast and computed: counters, norms, flags, and weights whose values models read."""
+"""Smaller tensors have values: counters, norms, flags, and weights that models read."""
 
 _IN_PLACE = (
     *("copy_", "add_.Tensor", "mul_.Tensor", "div_.Tensor", "lerp_.Scalar", "_fused_adamw_"),
     *("_foreach_add_.Scalar", "_foreach_mul_.Scalar", "_foreach_lerp_.Scalar", "_foreach_addcmul_.Scalar"),
     *("_foreach_div_.ScalarList", "_foreach_addcdiv_.ScalarList", "_foreach_mul_.Tensor", "_foreach_copy_"),
 )
-"""The operators by which engines, offloads, EMA and AdamW write CPU tensors, one by one and by lists. Optimizers
-that use others really step."""
+"""The operators with which engines, offload, EMA and AdamW write CPU tensors and lists of them. Other operators are
+computed."""
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def unwritten(make: Callable[[], T]) -> Callable[[], T]:
 
 def fill(module: nn.Module) -> None:
     """Write all floating-point parameters and large buffers: ones or zeros into vectors, noise into the others."""
-    # Half as wide as when they were cast, at least.
+    # A cast may have made them up to four times smaller.
     large = ((name, buffer) for name, buffer in module.named_buffers() if 4 * buffer.nbytes >= _LEAST_BYTES)
     for name, tensor in (*module.named_parameters(), *large):
         if not tensor.is_floating_point():
@@ -128,9 +128,9 @@ def large_uncomputed() -> Iterator[None]:
     """Within, large CPU tensors that are set to zero read as zeros, and their norms are zero. No other operator writes
     them. Allocations are the same, in CPU memory and on the GPU."""
     library = torch.library.Library("aten", "IMPL")
-    runs: dict[str, Callable[..., Any]] = dict.fromkeys(_IN_PLACE, _unwritten)
-    runs |= {"zero_": _zeroed, "fill_.Scalar": _zeroed, "linalg_vector_norm": _unmeasured, "_foreach_sqrt": _unfilled}
-    runs |= {"cat": _unjoined}
+    runs: dict[str, Callable[..., Any]] = dict.fromkeys(_IN_PLACE, _skip_write)
+    runs |= {"zero_": _zero, "fill_.Scalar": _zero, "linalg_vector_norm": _skip_norm, "_foreach_sqrt": _skip_sqrt}
+    runs |= {"cat": _skip_cat}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that take another's place
         for name, run in runs.items():
@@ -142,8 +142,8 @@ def large_uncomputed() -> Iterator[None]:
         library._destroy()
 
 
-def _unwritten(kernel: Any, keys: Any, to: Any, *args: Any, **named: Any) -> Any:
-    """Leave a large tensor, or a list that is stepped as a whole, as it is."""
+def _skip_write(kernel: Any, keys: Any, to: Any, *args: Any, **named: Any) -> Any:
+    """Do not write a large tensor, or a list of tensors that is large in total."""
     listed = isinstance(to, (list, tuple))
     if sum(each.nbytes for each in (to if listed else (to,))) >= _LEAST_BYTES:
         return None if listed else to
@@ -152,15 +152,15 @@ def _unwritten(kernel: Any, keys: Any, to: Any, *args: Any, **named: Any) -> Any
     return kernel.call_boxed(keys, to, *args, **named)
 
 
-def _unfilled(kernel: Any, keys: Any, of: Any) -> Any:
+def _skip_sqrt(kernel: Any, keys: Any, of: Any) -> Any:
     """Unwritten tensors like those of a list."""
     if sum(each.nbytes for each in of) >= _LEAST_BYTES:
         return [torch.empty_like(each) for each in of]
     return kernel.call_boxed(keys, of)
 
 
-def _unjoined(kernel: Any, keys: Any, parts: Any, dim: int = 0) -> Any:
-    """An unwritten tensor as large as the vectors. DeepSpeed's offload joins all weights of a model so."""
+def _skip_cat(kernel: Any, keys: Any, parts: Any, dim: int = 0) -> Any:
+    """An unwritten tensor as large as all parts, if these are vectors, as DeepSpeed's offload joins all weights."""
     size = sum(map(torch.numel, parts))
     if size * parts[0].itemsize < _LEAST_BYTES or any(
         each.dim() != 1 or each.dtype != parts[0].dtype for each in parts
@@ -169,15 +169,15 @@ def _unjoined(kernel: Any, keys: Any, parts: Any, dim: int = 0) -> Any:
     return parts[0].new_empty(size)
 
 
-def _zeroed(kernel: Any, keys: Any, tensor: torch.Tensor, *value: float) -> Any:
-    """Give the pages back to the system: they read as zeros, and cost no time until they are read."""
+def _zero(kernel: Any, keys: Any, tensor: torch.Tensor, *value: float) -> Any:
+    """Free the pages: they read as zeros, and cost no time until they are read."""
     large = tensor.nbytes >= _LEAST_BYTES and tensor.is_contiguous()
-    if large and not any(value) and _taken_back(tensor):
+    if large and not any(value) and _free_pages(tensor):
         return tensor
     return kernel.call_boxed(keys, tensor, *value)
 
 
-def _unmeasured(
+def _skip_norm(
     kernel: Any, keys: Any, tensor: torch.Tensor, order: float = 2, dim: Any = None, *args: Any, **named: Any
 ) -> Any:
     if tensor.nbytes >= _LEAST_BYTES and not dim and not any(args):
@@ -185,8 +185,8 @@ def _unmeasured(
     return kernel.call_boxed(keys, tensor, order, dim, *args, **named)
 
 
-def _taken_back(tensor: torch.Tensor) -> bool:
-    """Whether the system took the whole pages of the tensor back; its ends are written."""
+def _free_pages(tensor: torch.Tensor) -> bool:
+    """Free the tensor's whole pages, and write zeros to its ends. False if the system refuses."""
     start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
     if ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):

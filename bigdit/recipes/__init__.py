@@ -1,4 +1,4 @@
-"""Recipes: runs that fit known GPUs, a YAML each, with what each needed on an emulated one. Imports no torch."""
+"""Recipes: runs that fit known GPUs, one YAML each, with their memory on emulated GPUs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class For(Strict):
 class Extraction(Strict):
     """The memory of `bigdit extract` for `samples` of each size: peak bytes of one emulated GPU.
 
-    `ran_out`: the encoders did not fit together, and took turns. `emulated_bytes`: what torch allocates for the same
-    samples in the encode phase alone; None where the catalogue lacks an encoder.
+    `ran_out`: the encoders did not fit together, and took turns. `emulated_bytes`: torch's allocations for the same
+    samples in the encode phase; None if the catalogue lacks an encoder.
     """
 
     samples: PositiveInt
@@ -45,8 +45,8 @@ class Extraction(Strict):
 class DiskNeed(Strict):
     """What all processes of a run write to its output.
 
-    Bytes are of a checkpoint's tensors by kind, of all its files, and of an export's files. `checkpoints` stay at the
-    end; `checkpoints_at_once` exist while one is written. `exports`: of the whole run.
+    Bytes of a checkpoint's tensors by kind, of its files, and of an export's files. `checkpoints`: those that are kept;
+    `checkpoints_at_once`: those that exist while one is written. `exports`: of the whole run.
     """
 
     weights_bytes: PositiveInt
@@ -67,11 +67,11 @@ class DiskNeed(Strict):
 class Took(Strict):
     """What three steps of a recipe needed at full size on emulated GPUs; bytes of memory are of one GPU.
 
-    Peaks are of torch's allocator; `process_bytes` (low, high) adds non-torch memory. The plan, or the profile where
-    blocks are swapped, gives: `host_bytes`, CPU memory of a machine while it saves; `store_bytes` for 100,000 samples;
-    `hours` of training; `encoding_hours`, None where the catalogue lacks an encoder; `waiting_bytes`, CPU memory of
-    encoders that take turns on the GPU, 0 where all fit. With stages, three steps of each ran: memory is of the largest
-    stage, store and hours are of all.
+    Peaks are of torch's allocator; `process_bytes` (low, high) adds non-torch memory. From the plan, or from the
+    profile with swapped blocks: `host_bytes`, CPU memory of a machine while it saves; `store_bytes` of the cache for
+    100,000 samples; `hours` of training; `encoding_hours`, None if the catalogue lacks an encoder; `waiting_bytes`, CPU
+    memory of encoders that take turns on the GPU, 0 if all fit. With stages, memory is of the largest stage, cache and
+    hours are of all.
     """
 
     torch: str
@@ -90,7 +90,7 @@ class Took(Strict):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe: `name` is that of its file, `title` the file's first line."""
+    """A recipe. `name`: of its file; `title`: the file's first line."""
 
     name: str
     title: str
@@ -126,7 +126,7 @@ class Recipe:
 
     @property
     def commands(self) -> list[str]:
-        """The commands from download to samples, or to an export where samples need another model, in order."""
+        """The commands from download to samples, or to an export if samples need another model."""
         file = f"{self.name}.yaml"
         return [
             download(self.about.repository),
@@ -137,14 +137,14 @@ class Recipe:
         ]
 
     @property
-    def draws(self) -> bool:
-        """Whether what it trains goes all the way from noise to images."""
+    def generates(self) -> bool:
+        """Whether the trained model alone can generate from noise."""
         return "t_range" not in self.run.get("objective", {})
 
     @property
     def _sample(self) -> str:
         output = self.run["output"]
-        if not self.draws:
+        if not self.generates:
             return f"bigdit export --checkpoint {output} --out {output}/export"
         asked = '--caption "a fox in the snow"' if "text" in self.run["encoders"] else "--label 0"
         asked += " --image fox.png" if {"references", "fill"} & self.run["data"].keys() else ""
@@ -165,13 +165,13 @@ def weights_folder(repository: str) -> str:
 
 
 def download(repository: str) -> str:
-    """The command that downloads it there."""
+    """The command that downloads a repository to `weights_folder`."""
     return f"hf download {repository} --local-dir {weights_folder(repository)}"
 
 
 @cache
 def beginning(model: str, *, lora: bool) -> Beginning:
-    """The values of the model's own recipe, with or without LoRA; else those of most recipes of that kind."""
+    """The values of the model's own recipe, with or without LoRA; else the most common values of such recipes."""
     found = []
     for each in map(recipe, names()):
         train, strategy = each.run["train"], each.run["strategy"]
@@ -190,11 +190,11 @@ def names() -> list[str]:
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of this name. Raises UserError where there is none."""
+    """The recipe of this name. Raises UserError if there is none."""
     known = names()
     asked = name.removesuffix(".yaml")
     if asked not in known:
-        raise UserError(f"there is no recipe {name!r}; {_instead(asked, known)}")
+        raise UserError(f"there is no recipe {name!r}; {_hint(asked, known)}")
     text = (_FOLDER / f"{asked}.yaml").read_text(encoding="utf-8")
     title, about, *_ = text.splitlines()
     took = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {}
@@ -207,8 +207,8 @@ def recipe(name: str) -> Recipe:
     )
 
 
-def _instead(asked: str, known: list[str]) -> str:
-    """The recipes whose names contain what was asked, such as a GPU or a model; else the nearest."""
+def _hint(asked: str, known: list[str]) -> str:
+    """A hint with the recipes whose names contain `asked`, such as a GPU or a model; else with the nearest names."""
     part = "-".join(asked.casefold().split())
     holding = [name for name in known if part in name]
     return f"did you mean {', '.join(holding)}?" if part and holding else nearest(asked, known)

@@ -1,6 +1,5 @@
-"""Two steps recorded on a GPU, emulated or real: storages and their ends by category and phase, and the work of
-operators.
+"""Two steps recorded on a GPU, emulated or real: storages by category and phase, and the work of operators.
 
-They become a Timeline, which `memory` sums up. `recorder` sees storages and the allocator's history, `watch` knows what
-they are, `costs` counts operators.
+The result is a Timeline, which `memory` sums up. `recorder` sees storages and the allocator's history, `watch` knows
+what they are, `costs` counts operators.
 """

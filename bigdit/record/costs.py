@@ -1,7 +1,7 @@
-"""What operators cost: FLOPs, bytes and collectives, counted under a dispatch mode that leaves sums in place.
+"""Costs of operators: FLOPs, bytes and collectives, counted under a dispatch mode that keeps sums in place.
 
 Three places in torch's C++ ask whether a tensor is a subclass. Under any TorchDispatchMode the answer is yes for every
-tensor. Then they add out of place, with one tensor more each time:
+tensor. Then they add out of place, with one more tensor each time:
 
 - autograd, where a tensor was used twice, adds the second gradient into the first if nothing else holds that
   (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp);
@@ -9,8 +9,8 @@ tensor. Then they add out of place, with one tensor more each time:
 - the gradients of indexing and of topk are written into zeros (index_backward and
   value_selecting_reduction_backward in torch/csrc/autograd/FunctionsManual.cpp).
 
-Our mode writes such a sum into its first operand, as torch does without a mode. Where the program has a mode of its
-own, as selective checkpointing has, torch does add out of place.
+This mode writes such a sum into its first operand, as torch does without a mode. If the program has its own mode, as
+with selective checkpointing, torch really adds out of place.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ WRITING = {
     aten.index_put.default: aten.index_put_.default,
     aten.scatter.src: aten.scatter_.src,
 }
-"""The operators that compute the same sums in their first operands."""
+"""Operators, and those that compute the same sum in their first operand."""
 
 
 @contextmanager
 def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Within it, that function of `owner` is what `by` makes of it."""
+    """Within it, `owner` has the function that `by` makes of its own."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(by(original)))
     try:
@@ -58,8 +58,8 @@ def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[
 
 @contextmanager
 def watching_linear() -> Iterator[None]:
-    """Within it, a Counting mode knows the operators of `F.linear`. Enter it before anything is compiled: blocks would
-    be compiled again for another function of that name."""
+    """Within it, a Counting mode knows the operators of `F.linear`. Enter it before compilation, since compiled blocks
+    are compiled again when `F.linear` changes."""
 
     def watched(linear: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ def watching_linear() -> Iterator[None]:
 
 
 class InPlace:
-    """Recognises these sums. Make it before a mode is entered."""
+    """Recognises such sums. Create it before a mode is entered."""
 
     def __init__(self) -> None:
         self._uses_of_the_only_holder = _uses_of_the_only_holder()
@@ -97,18 +97,18 @@ class InPlace:
             return False
         if first.shape != second.shape or first.dtype != second.dtype:
             return False
-        # A view holds its base, and thus its storage twice.
+        # A view also holds its base, so its storage has two holders.
         return not first._is_view() and first._use_count() == self._uses_of_the_only_holder
 
 
 def _in_engine() -> bool:
-    """Autograd's engine computes without a graph; a forward recomputed within the backward pass has one."""
+    """Whether autograd's engine computes. It builds no graph, unlike a forward that is recomputed in the backward."""
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 @functools.cache
 def _uses_of_the_only_holder() -> int:
-    """How often autograd's own gradient is referenced in a dispatch mode; it differs between versions of torch."""
+    """The reference count of autograd's own gradient in a dispatch mode, which differs between versions of torch."""
     with torch.enable_grad(), _Uses() as uses:
         x = torch.ones(2, requires_grad=True)
         (x.sin() + x.cos()).sum().backward()
@@ -124,8 +124,8 @@ class _Uses(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# The dispatcher's names of collectives, in c10d and in the functional ones that DTensor calls, start so without their
-# underscores. What starts otherwise, waits and barriers, sends nothing.
+# Without underscores, the dispatcher's names of collectives, in c10d and DTensor's functional ones, start with these
+# keys. Others, such as waits and barriers, send nothing.
 _COLLECTIVES = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -137,7 +137,7 @@ _COLLECTIVES = {
 _NAMESPACES = ("c10d", "_c10d_functional")
 COMPILED = "compiled kernel"
 """The name of kernels that torch's compiler makes."""
-# They allocate, and neither read nor write; or hand one number to the program.
+# Operators that only allocate, or return one number.
 _FREE = {
     aten.empty,
     aten.empty_like,
@@ -148,10 +148,10 @@ _FREE = {
     aten._local_scalar_dense,
     aten._unsafe_view,
 }
-# They do not read what they write to.
+# Operators that do not read what they write.
 _OVERWRITE = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_, aten.normal_, aten.uniform_}
 _COPIES = {aten.copy_, aten._foreach_copy_, aten._to_copy}
-# The product with an nf4 weight, which torch's flop counter does not know: bitsandbytes is imported where it is used.
+# The product with an nf4 weight, by name, since bitsandbytes is imported late. torch's flop counter does not know it.
 _PACKED_PRODUCT = "bitsandbytes.gemm_4bit"
 _GROUPS = {aten.convolution: 8, aten.convolution_backward: 9}
 
@@ -159,18 +159,18 @@ _GROUPS = {aten.convolution: 8, aten.convolution_backward: 9}
 def _convolution_backward_flops(
     grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *options: Any, **known: Any
 ) -> int:
-    """As many as the forward pass for each gradient that is asked for.
+    """As many as the forward pass for each requested gradient.
 
     torch's own formula (conv_backward_flop in torch/utils/flop_counter.py, 2.13) counts the weight's gradient of a
-    grouped convolution as that of a dense one: for depthwise ones too much by the number of channels.
+    grouped convolution as that of a dense one: for a depthwise one, as many times too much as it has channels.
     """
     transposed, asked = options[4], options[-1]
     return (asked[0] + asked[1]) * conv_flop_count(input.shape, weight.shape, grad_output.shape, transposed=transposed)
 
 
 def _of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
-    """torch's formula of shapes, called with tensors. Torch's own wrapper searches trees for tensors, which takes as
-    long as an operation."""
+    """torch's formula of shapes, for tensors. torch's own wrapper searches trees for tensors, which takes as long as an
+    operation."""
     within: Callable[..., int] = getattr(formula, "__wrapped__", formula)
     if within is formula:
         return formula  # it takes tensors
@@ -196,9 +196,9 @@ _FORMULAS = {packet: _of_shapes(formula) for packet, formula in flop_registry.it
 
 
 class Counting(TorchDispatchMode):  # type: ignore[misc]
-    """Counts in `costs` what runs under this mode, in the last of `phases`.
+    """Counts all operators under this mode in `costs`, for the last of `phases`.
 
-    For a DTensor, or another wrapper, it sees the tensors within, and what is done with them.
+    Of a DTensor, or another wrapper, it sees the operators on the tensors within.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and keeping the compiler out takes its time at every operation
+        return False  # nothing is compiled in this mode, and skipping the compiler would slow every operation
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -219,7 +219,7 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
 
     def __enter__(self) -> Counting:
         self._hooks.enter_context(watching_linear())
-        # DTensor finds the shapes of a result by running the operation on fake tensors of the global shape.
+        # DTensor runs the operation on fake tensors of the global shape, to find the shapes of its result.
         self._hooks.enter_context(replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", self._uncounted))
         super().__enter__()
         return self
@@ -231,7 +231,7 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
             if is_wrapper(kind):
-                return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
+                return NotImplemented  # the wrapper then runs it on the tensors within, in this mode
         kwargs = kwargs or {}
         if self.in_place.is_in_place(func, args):
             func = WRITING[func]
@@ -245,7 +245,7 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
     def count_kernel(self, tensors: list[torch.Tensor], nbytes: int | None) -> None:
-        """Count a launch of a compiled kernel with these arguments, which moves so many bytes; if None, theirs."""
+        """Count a launch of a compiled kernel that moves `nbytes`; if None, the bytes of its `tensors`."""
         if self.phases and not self.paused:
             moved = sum(each.nbytes for each in tensors) if nbytes is None else nbytes
             self.costs.add_kernel(len(self.phases) - 1, _dtype(tensors[0].dtype), moved)
@@ -262,15 +262,15 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
 
 
 is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
-"""Whether tensors of this type have no memory but that of tensors within: DTensor, torchao's quantised state."""
+"""Whether tensors of this type only have the memory of tensors within: DTensor, torchao's quantised state."""
 
 
 class Costs:
     """Sums by phase, operator, dtype and place.
 
-    FLOPs follow the formulas of torch.utils.flop_counter (a multiply-add is 2). Bytes are those of every tensor that an
-    operator reads or writes, once each, and twice where it does both. Grouped convolutions, which have other kernels
-    than dense ones, have their own name; attention is named by the size of its heads.
+    FLOPs follow the formulas of torch.utils.flop_counter (a multiply-add is 2). Bytes are those of each tensor that an
+    operator reads or writes, twice if it does both. Names tell grouped convolutions from dense ones, which have other
+    kernels, and include the size of attention's heads.
     """
 
     def __init__(self) -> None:
@@ -352,8 +352,8 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """What is known of an operator before its call. `written`: positions of arguments that it reads and writes;
-    `groups`: the position of the number of groups."""
+    """The properties of an operator. `written`: positions of arguments that it reads and writes. `groups`: the
+    position of the number of groups."""
 
     name: str
     written: tuple[int, ...]
@@ -367,13 +367,13 @@ class _Counted:
     def name_of(self, args: Any) -> str:
         if self.groups is not None and args[self.groups] > 1:
             return f"{self.name} (grouped)"
-        # The query comes first, and backward the gradient of what is attended, which has its heads.
+        # The first argument is the query, or in the backward pass the result's gradient. Both have the heads.
         return f"{self.name} (heads of {args[0].shape[-1]})" if self.is_attention else self.name
 
 
 @functools.cache
 def _counted(func: Any) -> _Counted | None:
-    """None for what moves nothing."""
+    """The operator's properties; None if it moves nothing."""
     packet, is_collective = func._overloadpacket, func.namespace in _NAMESPACES
     if not is_collective and (func.is_view or packet in _FREE):
         return None
@@ -408,7 +408,7 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _group_size(args: list[Any]) -> int:
-    """The processes of a collective, from the process group among its arguments, or that group's name."""
+    """The number of processes of a collective, from the process group in its arguments, or the group's name."""
     from torch.distributed import distributed_c10d as c10d
 
     for arg in args:

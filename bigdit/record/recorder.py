@@ -1,4 +1,4 @@
-"""Record every storage that torch allocates and frees on a GPU, and in CPU memory."""
+"""Records every storage that torch allocates and frees on a GPU and in CPU memory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _TO = torch.ops.aten._to_copy.default
 
 
 class Recorder(Counting):
-    """The storages seen under this mode: of the GPU whose allocator has this `history`, and of CPU memory.
+    """Storages under this mode, of CPU memory and of the GPU whose allocator has this `history`.
 
     A storage is new when an operation first returns a tensor on it; views share it. It is freed when its finaliser
-    runs. FSDP2 frees by resizing a storage to nothing, which no operation and no finaliser sees:
-    `UntypedStorage.resize_` is hooked while the mode is on. What a kernel takes within one operation is in the history.
+    runs. FSDP2 frees a storage by resizing it to 0, which no operation and no finaliser sees. So the mode hooks
+    `UntypedStorage.resize_`. The history has what a kernel takes within one operation.
 
-    Frees follow reference counts. A cycle would stay until the garbage collector runs, at a time that no two runs
-    share. So automatic collection is off while the mode is on, and a full one closes each phase. It, and all later
-    ones, skip what existed before. Where automatic collection was off already it stays off.
+    Frees follow reference counts. Cycles would wait for the garbage collector, whose time differs from run to run. So
+    the mode turns automatic collection off, and collects at the end of each phase, without objects from before the
+    mode. If automatic collection was off before, it stays off.
     """
 
     def __init__(self, history: History | None = None) -> None:
@@ -47,10 +47,10 @@ class Recorder(Counting):
         self._collect = gc.isenabled()
         gc.disable()
         self._froze = gc.get_freeze_count() == 0
-        gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
-        self._hooks.enter_context(replaced(torch.UntypedStorage, "resize_", self._seeing))
-        # Compiled code allocates by this function, which is no operation.
-        self._hooks.enter_context(replaced(torch._C._dynamo.guards, "_empty_strided_cuda", self._seeing_result))
+        gc.freeze()  # collections skip all that exists by now, and stay cheap
+        self._hooks.enter_context(replaced(torch.UntypedStorage, "resize_", self._watch_resize))
+        # Compiled code allocates with this function, which is no operation.
+        self._hooks.enter_context(replaced(torch._C._dynamo.guards, "_empty_strided_cuda", self._watch_allocation))
         super().__enter__()
         return self
 
@@ -58,12 +58,12 @@ class Recorder(Counting):
         super().__exit__(*error)
         if self._collect:
             gc.enable()
-        if self._froze:  # else the process froze its libraries itself, and ends without tearing them down
-            gc.unfreeze()  # libraries such as Triton report what stays frozen as leaked
+        if self._froze:  # else the process froze its libraries itself, and skips their teardown at its end
+            gc.unfreeze()  # libraries such as Triton report frozen objects as leaks
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation, whose storages are known from here on."""
-        if self._history is not None and not func.is_view:  # which allocates nothing
+        """The result of an operation. Its storages are recorded."""
+        if self._history is not None and not func.is_view:  # a view allocates nothing
             self._history.begin(func)
         result = super().run(func, args, kwargs)
         for tensor in result if isinstance(result, list | tuple) else (result,):
@@ -78,9 +78,9 @@ class Recorder(Counting):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens from here until the next phase belongs to `name`.
+        """All until the next phase belongs to `name`.
 
-        Before `backward`, what `forward` allocated and still lives is a saved activation.
+        Before `backward`, all that `forward` allocated and did not free is a saved activation.
         """
         if name == "backward" and self.phases and self.phases[-1] == "forward":
             for track in self._tracks.values():
@@ -104,7 +104,7 @@ class Recorder(Counting):
 
     @contextmanager
     def call(self, label: str, category: Category) -> Iterator[None]:
-        """New storages in here are labelled with the call, and are of this category unless a mark says another."""
+        """New storages within get this label, and this category unless a mark has another."""
         self._callers.append((label, category))
         try:
             yield
@@ -112,10 +112,10 @@ class Recorder(Counting):
             self._callers.pop()
 
     def mark(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
-        """The storages of `tensors` are of this category, from their allocation on, wherever they are.
+        """The storages of `tensors` have this category, from their allocation on.
 
-        The first mark stays. A storage that was allocated unseen (numpy's, or from before the recording) is allocated
-        here and now.
+        The first mark stays. A storage whose allocation was not seen (by numpy, or before the recording) counts as
+        allocated now.
         """
         for tensor in _plain(tensors):
             track = self._tracks.get(tensor.device.type)
@@ -124,17 +124,17 @@ class Recorder(Counting):
                 track.mark(tensor.untyped_storage(), category)
 
     def mark_rest(self, category: Category) -> None:
-        """What lives now without a category is of this category."""
+        """All allocated storages without a category get this one."""
         for track in self._tracks.values():
             track.mark_live(category)
 
     def timeline(self) -> Timeline:
-        """All that was recorded of the GPU, with the work of operators and collectives; the history ends."""
+        """The GPU's timeline, with the work of operators and collectives. Ends the history."""
         assert self._history is not None
         return self._history.timeline(self.phases, self._tracks["cuda"].blocks(), self.costs)
 
     def host_timeline(self) -> Timeline:
-        """What was recorded of CPU memory so far."""
+        """The timeline of CPU memory so far."""
         track = self._tracks[HOST]
         stops = [*track.starts[1:], len(track.events)]
         spans = tuple(Span(*each) for each in zip(self.phases, track.starts, stops, strict=True))
@@ -148,7 +148,7 @@ class Recorder(Counting):
             label, category = self._callers[-1] if self._callers else (None, None)
             track.see(tensor.untyped_storage(), category, label or source)
 
-    def _seeing_result(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_allocation(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
         def allocated(*args: Any) -> Any:
             tensor = allocate(*args)
             self._see(tensor, COMPILED)
@@ -156,7 +156,7 @@ class Recorder(Counting):
 
         return allocated
 
-    def _seeing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             for track in self._tracks.values():
@@ -167,7 +167,7 @@ class Recorder(Counting):
 
 
 def _plain(tensors: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
-    """The tensors with memory of their own that these consist of."""
+    """The plain tensors within these, which own the memory."""
     for tensor in filter(torch.is_tensor, tensors):  # a DTensor names its mesh, too
         if is_wrapper(tensor.__class__):
             yield from _plain(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -177,7 +177,7 @@ def _plain(tensors: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a block: its category is a guess until it is `marked`."""
+    """A block. Its category is a guess until it is `marked`."""
 
     nbytes: int
     category: Category | None
@@ -187,7 +187,7 @@ class _Known:
 
 
 class _Track:
-    """Blocks and events of one device type; storages are known by address while they are allocated.
+    """Blocks and events of one device type. While allocated, a storage is identified by its address.
 
     `seen` is called with each block's storage.
     """
@@ -200,12 +200,12 @@ class _Track:
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # storage address -> finaliser, number of its block
 
     def see(self, storage: torch.UntypedStorage, category: Category | None, label: object) -> None:
-        """A tensor on this storage exists: it is allocated now where it was unknown, or where its size changed."""
+        """Record a storage on which a tensor exists: allocate it if it is new, or if its size changed."""
         if not self.resized(storage):
             self._allocate(storage, _Known(storage.nbytes(), category, str(label)))
 
     def resized(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is known. Where its size changed, it is freed and allocated again."""
+        """Whether it is known. If its size changed, it is freed and allocated again."""
         known = self._of(storage)
         if known is not None and known.nbytes != storage.nbytes():
             self.events.append(-self._live[storage._cdata][1])
@@ -225,7 +225,7 @@ class _Track:
             known.pinned = True
 
     def mark_live(self, category: Category, since: int = 0) -> None:
-        """What was allocated since that event, still lives and has no category is of this one."""
+        """Give this category to blocks since that event that are still allocated and have none."""
         for number in {number for _, number in self._live.values()}.intersection(self.events[since:]):
             known = self._known[number - 1]
             known.category = known.category or category
@@ -252,11 +252,11 @@ _ALL = 1 << 40
 
 
 class History:
-    """The events of torch's allocator on the current device, from here on. An event's number is its place among them.
+    """The events of torch's allocator on the current device, from its creation on.
 
-    A block that the recorder knows has its category and label. Any other is workspace of the operation that ran. Each
-    event carries the number of the note before it, as the allocator's metadata: asking how many events there were takes
-    longer. With `stacks` each allocation has its Python stack, and `snapshot` is kept for torch's page.
+    Blocks that the recorder knows get their category and label from it. All others are workspace of the operation that
+    ran. Each event has the number of the note before it in the allocator's metadata, which is faster than counting
+    events. With `stacks` each allocation has its Python stack, and `snapshot` is kept for torch's memory_viz.
     """
 
     def __init__(self, *, stacks: bool = False) -> None:
@@ -264,14 +264,14 @@ class History:
         torch.cuda.memory._record_memory_history(enabled="all", context=context, stacks="python", max_entries=_ALL)
         self._stacks = stacks
         self.snapshot: dict[str, Any] | None = None
-        """What torch.cuda.memory._snapshot says at the end, with labels and categories."""
+        """The result of torch.cuda.memory._snapshot at the end, with labels and categories."""
         self._device = torch.cuda.current_device()
         self._before = self._total()
         self._notes: list[Any] = ["before the first operation"]  # which operation runs from each note on
         self._seen: list[tuple[int, int]] = []  # note and address of each storage
         self._starts: list[int] = []  # the note of each phase
         self.peaks: list[int] = []
-        """Of each phase, by torch's own counter, in bytes."""
+        """Peak bytes of each phase, by torch's own counter."""
         self.peak_reserved_bytes = 0
 
     def begin(self, operation: Any) -> None:
@@ -292,9 +292,9 @@ class History:
         self.begin(self._notes[-1])
 
     def timeline(self, phases: Sequence[str], known: Sequence[Block], costs: Costs) -> Timeline:
-        """Everything until now; the history ends. `known`: the recorder's blocks, in the order of `see`.
+        """The timeline until now; ends the history. `known`: the recorder's blocks, in the order of `see`.
 
-        Raises RuntimeError where the allocator counted another number of events than its history has.
+        Raises RuntimeError if the allocator counted another number of events than its history has.
         """
         self._end_phase()
         counted = self._total() - self._before
@@ -317,7 +317,6 @@ class History:
     def _read(
         self, trace: Sequence[dict[str, Any]], notes: Sequence[int], known: Sequence[Block]
     ) -> tuple[list[Block], list[int]]:
-        """Blocks and events."""
         blocks: list[Block] = []
         events: list[int] = []
         live: dict[int, int] = {}
@@ -332,7 +331,7 @@ class History:
             else:
                 events.append(-live.pop(address))
         for (note, address), seen in zip(self._seen, known, strict=True):
-            # The storage stands in what was allocated last at its address.
+            # The storage is in the last block that was allocated at its address before.
             earlier = bisect.bisect_left(at[address], (note, 0)) - 1
             if earlier >= 0:
                 block = at[address][earlier][1]
@@ -345,15 +344,14 @@ class History:
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, torch.cuda.max_memory_reserved())
 
     def _total(self) -> int:
-        """The blocks that the allocator has allocated and freed so far."""
         counts = torch._C._cuda_memoryStats(self._device)["allocation"]["all"]
         return int(counts["allocated"] + counts["freed"])
 
 
 def _label(trace: Sequence[dict[str, Any]], blocks: Sequence[Block]) -> None:
-    """Put label and category of its block before the stack of each allocation.
+    """Put the block's label and category before the stack of each allocation.
 
-    Torch's page colours by category where at least one entry is `unknown`.
+    memory_viz colours by category if at least one entry is `unknown`.
     """
     following = iter(blocks)
     for entry in trace:

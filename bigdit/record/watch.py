@@ -1,4 +1,4 @@
-"""Tell a recorder what the storages of a training step are: it sees storages, and the engine knows their meaning."""
+"""Marks the storages of a training step for a recorder, which sees storages but not their meaning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bigdit.record.recorder import Recorder
 
 
 class Trained(Protocol):
-    """What is needed from an engine: the tensors that identify storages."""
+    """The part of an engine that identifies storages."""
 
     model: nn.Module
     masters: list[torch.Tensor]
@@ -32,13 +32,13 @@ class Trained(Protocol):
 
 
 class Averaged(Protocol):
-    """What is needed from an EMA."""
+    """The part of an EMA that identifies storages."""
 
     def tensors(self) -> Iterable[torch.Tensor]: ...
 
 
 class HostBatch(Protocol):
-    """What is needed from a micro-batch: it holds tensors, and can be moved to the device."""
+    """The part of a micro-batch that identifies storages."""
 
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> Any: ...
 
@@ -54,7 +54,7 @@ class Watch:
         names = {module: name for name, module in engine.model.named_modules()}
 
         def entered(module: nn.Module, _: Any) -> None:
-            if not torch.compiler.is_compiling():  # what runs within a compiled block has no module
+            if not torch.compiler.is_compiling():  # a compiled block runs no modules
                 recorder.enter_module(names.get(module, type(module).__name__))
 
         def left(*_: Any) -> None:
@@ -76,7 +76,7 @@ class Watch:
         recorder.mark(engine.masters, "master weight")
         recorder.mark(() if ema is None else ema.tensors(), "EMA")
         recorder.mark(engine.buffers(), "engine buffer")
-        recorder.mark_rest("engine buffer")  # left by the engine's start
+        recorder.mark_rest("engine buffer")  # from the engine's start
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -87,7 +87,7 @@ class Watch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The recorder's phase; what it leaves behind is marked at its end."""
+        """The recorder's phase, with marks at its end."""
         with self._recorder.phase(name):
             yield
             parameters = (*self._engine.model.parameters(), *self._engine.masters)
@@ -98,15 +98,15 @@ class Watch:
             self._recorder.mark(self._engine.buffers(), "engine buffer")
 
     def batches(self, micro_batches: Iterable[HostBatch]) -> list[Any]:
-        """The same micro-batches; they and their copies on the device are marked as input."""
+        """The micro-batches, which mark themselves and their copies on the device as input."""
         return [_MarkedBatch(batch, self.held) for batch in micro_batches]
 
     def held(self, batch: HostBatch) -> None:
-        """A micro-batch that is held, now or for a later step, is input."""
+        """Mark a micro-batch of the loader as input."""
         self._recorder.mark(batch.tensors(), "input")
 
     def encoding(self, encode: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function; the micro-batches that it makes are marked as input."""
+        """The function, with its micro-batches marked as input."""
 
         def marked(*args: Any) -> Any:
             batch = encode(*args)
@@ -116,13 +116,14 @@ class Watch:
         return marked
 
     def _mark_stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        """Gradients of fp32 masters are made and freed within the step; one in the backward pass is of one alone."""
+        """Mark gradients that are freed within the step: those of fp32 masters, or of one parameter in the backward
+        pass."""
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._recorder.mark((parameter.grad for parameter in stepped), "gradient")
 
 
 def _kept_with(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
-    """What is kept with a parameter: ZeRO-3's shard, bitsandbytes' state for nf4 values."""
+    """Tensors in attributes of a parameter: ZeRO-3's shard, bitsandbytes' state for nf4 values."""
     held, state = vars(parameter), getattr(parameter, "quant_state", None)
     return filter(torch.is_tensor, (*held.values(), *(() if state is None else vars(state).values())))
 
@@ -144,7 +145,7 @@ class _MarkedBatch:
 
 
 def _labelled(recorder: Recorder, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The engine's function; what it allocates is the engine's, unless a mark says another."""
+    """The engine's function, whose allocations are engine buffers unless a mark has another category."""
 
     @functools.wraps(function)
     def labelled(*args: Any, **kwargs: Any) -> Any:
@@ -156,9 +157,9 @@ def _labelled(recorder: Recorder, label: str, function: Callable[..., Any]) -> C
 
 @contextmanager
 def watching_fsdp2(recorder: Recorder) -> Iterator[None]:
-    """Within it, storages of FSDP2's all-gathers and reduce-scatters are engine buffers, and the whole gradients that a
-    reduce-scatter takes are gradients."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group  # half a second, and FSDP2's alone
+    """Within it, storages of FSDP2's all-gathers and reduce-scatters are engine buffers, and a reduce-scatter's inputs
+    are gradients."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group  # late: half a second, for FSDP2 only
 
     def reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
         reduce = _labelled(recorder, "FSDP2 reduce-scatter", reduce)

@@ -55,11 +55,13 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
 
 
 def show_short(plan: Plan, name: str) -> None:
-    """Print verdict, settings, duration and CPU memory of the plan for `name`."""
-    length = speed(plan, PARTS).get("run", "unknown; `bigdit plan --images N` estimates it")
+    """Print verdict, settings, duration (if the number of samples is known) and CPU memory of the plan for `name`."""
+    found = _recommended(plan)
+    if plan.run is not None:
+        found["run"] = speed(plan)["run"]
+    found["CPU memory"] = needs(plan, notes=False)["CPU memory"]
     log.out.print(_headline(plan))
-    memory = needs(plan, notes=False)["CPU memory"]
-    log.out.print(lines(name, _recommended(plan) | {"run": length, "CPU memory": memory}), highlight=False)
+    log.out.print(lines(name, found), highlight=False)
     for notice in plan.notices:
         log.out.print(f"note: {notice}", highlight=False, markup=False)
     log.out.print()

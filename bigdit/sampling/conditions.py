@@ -21,7 +21,7 @@ from bigdit.catalog.resolve import index_of
 from bigdit.config import RunConfig
 from bigdit.config.data import MAX_PIXELS, TextEncoderConfig
 from bigdit.encoders.latents import binary, bucket_pixels
-from bigdit.encoders.load import FirstFrames, load_first_frames, load_text_encoder
+from bigdit.encoders.load import FirstFrames, load_text_encoder
 from bigdit.encoders.protocol import ImageCodec, Images, masked_out, shapes_of, to_unit_range
 from bigdit.errors import UserError
 from bigdit.loader.batch import condition
@@ -157,7 +157,7 @@ class Labels:
         if options.guided and not negative:
             away = no_class(spec)
             if away is None:
-                raise UserError(f"guidance leads away from no class, which this model does not know; {unguided}")
+                raise UserError(f"guidance needs a class for no class, which this model lacks; {unguided}")
             self._numbers.append(away)
 
     def __len__(self) -> int:
@@ -294,7 +294,8 @@ def _image_extras(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """The extras of first frames, masked images or references, a row each, in CPU memory."""
-    frames = load_first_frames(run.encoders.first_frame, codec, device)
+    first = run.encoders.first_frame
+    frames = None if first is None else FirstFrames(first, codec, device)
     if frames is None and not edited and not run.data.fill:
         return {}
     codec.move(device)

@@ -98,26 +98,26 @@ class Sampler:
         self.buckets, self.fps, self.captions = run.data.buckets, run.data.fps, run.encoders.text is not None
 
     def model(self) -> nn.Module:
-        """Load the model. Raises UserError if weights cannot be read, or memory runs out."""
-        if isinstance(self._source, Checkpoint) and self._posthoc is None:  # PostHoc verified all files
-            verify(self._source)
-        with memory_errors(f"{self._name}: loading it", self._device, _MORE):
-            return self._loaded()
+        """Load a checkpoint's model, or the one of model.init_from, whose new adapters change nothing.
 
-    def _loaded(self) -> nn.Module:
-        """The model with a verified checkpoint's weights, or those of model.init_from: new adapters change nothing."""
+        Raises UserError if weights cannot be read, or memory runs out.
+        """
         source, strategy, init_from = self._source, self._strategy, self._run.model.init_from
+        if isinstance(source, Checkpoint) and self._posthoc is None:  # PostHoc verified all files
+            verify(source)
         swapped = strategy.blocks_to_swap if self._device.type == "cuda" else 0  # on a CPU it saves nothing
-        if init_from is None or (isinstance(source, Checkpoint) and not strategy.frozen):
-            model = models.skeleton(self._spec, dtype=self._dtype)
-        else:
-            model = load_model(self._spec, init_from, dtype=self._dtype)
-        model = models.equip(model, self._family, strategy.forward_only.model_copy(update={"blocks_to_swap": swapped}))
-        if self._posthoc is not None:
-            self._posthoc.load(model)
-        elif isinstance(source, Checkpoint):
-            load_weights(source, model, ema=self._ema)
-        return moved(model, self._device).eval()
+        strategy = strategy.forward_only.model_copy(update={"blocks_to_swap": swapped})
+        with memory_errors(f"{self._name}: loading it", self._device, _MORE):
+            if init_from is None or (isinstance(source, Checkpoint) and not self._strategy.frozen):
+                model = models.skeleton(self._spec, dtype=self._dtype)
+            else:
+                model = load_model(self._spec, init_from, dtype=self._dtype)
+            model = models.equip(model, self._family, strategy)
+            if self._posthoc is not None:
+                self._posthoc.load(model)
+            elif isinstance(source, Checkpoint):
+                load_weights(source, model, ema=self._ema)
+            return moved(model, self._device).eval()
 
     def _adapt_text(self, encoder: Any) -> None:
         """Add the adapters of a run's text encoders, if it trains them."""

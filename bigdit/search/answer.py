@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from bigdit.cache import Cache, digest_of, installed
 from bigdit.catalog import FAMILIES, batch_shape
 from bigdit.catalog.names import revision
+from bigdit.config.plan_file import Fewer
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.emulator.launch import compile_caches
 from bigdit.profile.attempt import UNLIMITED, Attempt
@@ -20,7 +21,7 @@ from bigdit.receipt import Receipt
 from bigdit.search.calibration import Calibration, check, own_receipts
 from bigdit.search.plan import DatasetNeed, Estimate, Plan, ResolvedRequest, WholeRun, uncounted
 from bigdit.strategy import BatchShape
-from bigdit.units import gib, how_many
+from bigdit.units import how_many
 
 if TYPE_CHECKING:
     from bigdit.search.planner import Limits, Planner
@@ -140,12 +141,13 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         ran=every(planner, chosen, rows, ran),
         same_kernels=same_kernels(planner),
         smaller=smaller(planner, chosen),
+        without_machine=(fewer := _without_machine(planner, chosen)),
         fixes=() if fits else fixes(planner, chosen),
         dataset=_dataset(planner, batch),
         run=_run(request, chosen),
         waterfall=steps,
         calibration=planner.calibration.source(chosen.strategy),
-        notices=(*assumed, *uncounted(request.samples), *profile.notices, *notices, *_without_one(planner, chosen)),
+        notices=(*assumed, *uncounted(request.samples), *profile.notices, *notices, *([str(fewer)] if fewer else [])),
         versions=profile.versions | {"torch": planner.gpus.build.split()[0]},
         emulated=planner.gpus.build,
         catalogue=revision(),
@@ -153,23 +155,19 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
     )
 
 
-def _without_one(planner: Planner, chosen: Estimate) -> list[str]:
-    """A line on how the run goes on without one of its machines, where there are several and it fits."""
-    left = chosen.strategy.world_size - planner.request.cluster.gpus_per_node
-    strategy = chosen.strategy.model_copy(update=chosen.strategy.over(left))
+def _without_machine(planner: Planner, chosen: Estimate) -> Fewer | None:
+    """The run without one of its machines, where there are several and it fits."""
+    left, size = chosen.strategy.world_size - planner.request.cluster.gpus_per_node, chosen.strategy.global_batch_size
+    over = chosen.strategy.over(left)
+    strategy = chosen.strategy.model_copy(update=over)
     if left < 1 or left % strategy.cp or left % max(strategy.dp_replicate, 1) or chosen.verdict == "DOES NOT FIT":
-        return []
+        return None
     found = planner.unlimited([strategy])[0]
     if not isinstance(found, Attempt):
-        return []
+        return None
     needs = planner.reserving(found.peak_reserved_bytes, planner.non_torch(strategy))
-    repeated = f" with {how_many(strategy.repeated_samples, 'repeated sample')}" if strategy.repeated_samples else ""
-    return [
-        f"without one machine, the same command goes on with {left} GPUs and the same global batch of "
-        f"{strategy.global_batch_size:,}: micro-batch {strategy.micro_batch_size} in "
-        f"{how_many(strategy.grad_accum_steps, 'pass')}{repeated}; {needs['verdict']}, up to "
-        f"{gib(needs['process'].high_bytes)}"
-    ]
+    taken = needs["process"].low_bytes, needs["process"].high_bytes
+    return Fewer(**over, global_batch_size=size, verdict=needs["verdict"], process_bytes=taken)
 
 
 def _dataset(planner: Planner, batch: BatchShape) -> DatasetNeed | None:

@@ -37,7 +37,7 @@ next algorithm. Source: try_configs in aten/src/ATen/native/cudnn/Conv_v8.cpp, t
 """
 
 UNPROVED_ROUTED = Margin(
-    share=0.029, source="a real H100 took so much more than an emulated one where values choose the experts"
+    share=0.029, source="a real H100 took this much more than an emulated one for a mixture of experts"
 )
 """The same for a mixture of experts: without values, the tokens of each expert are not known. HiDream-I1 of two blocks
 allocated 2.9 % more on an H100 than on an emulated one, and reserved 1.0 % more (benchmarks/gpu_matrix.md)."""

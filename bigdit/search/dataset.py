@@ -40,7 +40,7 @@ CAPTION_TOKENS = Interval(low=49, high=168)
 """Mean tokens of a caption. Low: LLaVA writes 49.4 tokens, two or three sentences, over 1.3 billion images
 (Recap-DataComp-1B, arXiv:2406.08478). Alternative texts of the web are shorter: 19 tokens in LAION's high-resolution
 set. High: detailed captions in T5's tokens. frutiemax/vintage-artworks-60k-captioned-pixart has 59 726 samples in
-91 791 685 497 bytes, with latents of 4 × 64 × 64 and 4 × 128 × 128 in fp16. That leaves 167.6 × 4096 states for each.
+91 791 685 497 bytes, all in fp16. Without latents of 4 × 64 × 64 and 4 × 128 × 128, each has 167.6 × 4096 states.
 """
 
 PARTS_HELD = 3

@@ -152,7 +152,6 @@ def _global_batch(strategy: Strategy, document: dict[str, Any], gpus: int) -> An
 
 
 def _engine(strategy: Strategy) -> str:
-    """The name of the engine's preset."""
     if strategy.engine != "deepspeed":
         return f"{strategy.engine}{'-offload' if strategy.cpu_offload else ''}"
     zero = (strategy.ds_config or {}).get("zero_optimization", {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -48,29 +48,28 @@ class Policy:
     """The cost of steps with nothing recomputed, or with all blocks recomputed.
 
     In bytes: `peaks` of each phase; `kept` from the forward to the backward pass; `within`, the temporaries of each
-    sample at the start of the backward pass; `left` at its end. `idle` is reserved but not allocated, by micro-batch
-    size; `reserved` was measured at sizes that ran. `host` is the peak in CPU memory, saving included.
-    `work` is that of a step at FIRST, `growth` that of each further sample.
+    sample at the start of the backward pass; `left` at its end; `host`, the peak in CPU memory with saving. `ran` are
+    the attempts by micro-batch size. `work` is that of a step at FIRST, `growth` that of each further sample.
     """
 
     peaks: Mapping[str, Growth]
     kept: Growth
     within: float
     left: Growth
-    idle: Mapping[int, int]
     host: Growth
     work: Work
     growth: Work
-    reserved: Mapping[int, int]
+    ran: Mapping[int, Attempt]
 
     @classmethod
-    def of(cls, strategy: Strategy, ran: Mapping[int, Attempt], none: Policy | None = None) -> Policy:
-        """From attempts of `strategy`, by micro-batch size, at FIRST and a larger one, without a memory limit.
+    def of(cls, strategies: Sequence[Strategy], ran: Sequence[Attempt], none: Policy | None = None) -> Policy:
+        """From attempts of a strategy at FIRST and at a larger micro-batch size, without a memory limit.
 
         `none` is the policy with nothing recomputed. Without it, the work of both attempts was counted; with it, only
         that of the first: the work of recomputation is proportional to the samples.
         """
-        (first, second), (small, large) = ran, ran.values()
+        strategy, (small, large) = strategies[0], ran
+        first, second = sizes = [each.micro_batch_size for each in strategies]
 
         def line(low: float, high: float) -> Growth:
             return Growth(low, (high - low) / (second - first))
@@ -89,11 +88,10 @@ class Policy:
             kept=line(small.phases["forward"].end_bytes, start.end_bytes),
             within=max(end.peak_bytes - start.end_bytes, 0) / second,
             left=line(small.phases["backward"].end_bytes, end.end_bytes),
-            idle={size: each.peak_reserved_bytes - each.peak_allocated_bytes for size, each in ran.items()},
             host=line(host_peak(small), host_peak(large)),
             work=work,
             growth=growth,
-            reserved={size: each.peak_reserved_bytes for size, each in ran.items()},
+            ran=dict(zip(sizes, ran, strict=True)),
         )
 
     def varied(self, strategy: Strategy, before: Attempt, after: Attempt) -> Policy:
@@ -101,7 +99,7 @@ class Policy:
 
         Activations stay. State, and phases without activations, are those of `after`, which ran `strategy`.
         """
-        more = _left(after) - _left(before)
+        more = _bytes_between_steps(after) - _bytes_between_steps(before)
         peaks = {
             phase: self.peaks[phase].plus(more)
             if phase in OF_ACTIVATIONS and phase in self.peaks
@@ -119,18 +117,6 @@ class Policy:
             growth=replace(self.growth, step=step * 0.0),
         )
 
-    def moved(self, peaks: Mapping[str, float], host: float, work: Work) -> Policy:
-        """The policy with more bytes in each phase and in CPU memory, and more work."""
-        more = peaks["backward"]
-        return replace(
-            self,
-            peaks={phase: line.plus(peaks.get(phase, 0.0)) for phase, line in self.peaks.items()},
-            kept=self.kept.plus(more),
-            left=self.left.plus(more),
-            host=self.host.plus(host),
-            work=self.work + work,
-        )
-
     def phases(self, micro_batch_size: float) -> dict[str, float]:
         """Peak bytes of each phase. The backward pass peaks at its start, with all kept activations, or at its end,
         with all gradients."""
@@ -140,19 +126,20 @@ class Policy:
 
     def idle_at(self, micro_batch_size: float) -> float:
         """Bytes that are reserved but not allocated, interpolated between the two sizes that ran."""
-        (small, at_small), (large, at_large) = self.idle.items()
+        small, large = self.ran
+        at_small, at_large = (each.peak_reserved_bytes - each.peak_allocated_bytes for each in self.ran.values())
         share = min(max((micro_batch_size - small) / (large - small), 0.0), 1.0)
         return at_small + share * (at_large - at_small)
 
 
 def sample_bytes(attempt: Attempt) -> float:
     """Bytes that each sample keeps from the forward to the backward pass, from an attempt at FIRST."""
-    return (attempt.phases["forward"].end_bytes - _left(attempt)) / FIRST
+    return (attempt.phases["forward"].end_bytes - _bytes_between_steps(attempt)) / FIRST
 
 
 def filling(attempt: Attempt, sample: float, capacity_bytes: int) -> int:
     """About the micro-batch size that fills `capacity_bytes`, from an attempt at FIRST, at `sample` bytes each."""
-    return int((capacity_bytes - _left(attempt)) / max(sample, 1))
+    return int((capacity_bytes - _bytes_between_steps(attempt)) / max(sample, 1))
 
 
 def host_peak(attempt: Attempt) -> int:
@@ -165,8 +152,7 @@ def state_bytes(attempt: Attempt) -> int:
     return max(each.peak_bytes for phase, each in attempt.phases.items() if phase not in OF_ACTIVATIONS)
 
 
-def _left(attempt: Attempt) -> int:
-    """Bytes allocated between two steps."""
+def _bytes_between_steps(attempt: Attempt) -> int:
     return next(attempt.phases[phase].end_bytes for phase in OF_STATE if phase in attempt.phases)
 
 
@@ -188,12 +174,19 @@ class Swapping:
         def between(few: float, many: float) -> float:
             return few + share * (many - few)
 
-        peaks = {
+        more = {
             phase: between(self.few.phases[phase].peak_bytes, self.all.phases[phase].peak_bytes) - none.peak_bytes
             for phase, none in self.none.phases.items()
         }
         host = between(host_peak(self.few), host_peak(self.all)) - host_peak(self.none)
-        return policy.moved(peaks, host, self.work * blocks)
+        return replace(
+            policy,
+            peaks={phase: line.plus(more.get(phase, 0.0)) for phase, line in policy.peaks.items()},
+            kept=policy.kept.plus(more["backward"]),
+            left=policy.left.plus(more["backward"]),
+            host=policy.host.plus(host),
+            work=policy.work + self.work * blocks,
+        )
 
 
 SizeKey = tuple[str, int, int]
@@ -263,7 +256,8 @@ class Option:
     def ran(self, blocks: int) -> dict[int, int]:
         """Reserved bytes by micro-batch size, of all sizes that ran with so many blocks recomputed."""
         policy = {0: self.none, self.count: self.full}.get(blocks)
-        found = {} if policy is None or self.base or self.strategy.blocks_to_swap else dict(policy.reserved)
+        ran = {} if policy is None or self.base or self.strategy.blocks_to_swap else policy.ran
+        found = {size: each.peak_reserved_bytes for size, each in ran.items()}
         return found | {size: nbytes for (of, size), nbytes in self.found.items() if of == blocks}
 
     def note(self, blocks: int, reserved: Mapping[int, int]) -> None:
@@ -280,9 +274,9 @@ class Option:
         """Bytes that torch reserves with expandable segments: measured where it ran, else predicted."""
         if micro_batch_size in (ran := self.ran(blocks)):
             return ran[int(micro_batch_size)]
-        return self.uncorrected(micro_batch_size, blocks) * (1 + self._off(micro_batch_size, blocks))
+        return self.uncorrected(micro_batch_size, blocks) * (1 + self._correction(micro_batch_size, blocks))
 
-    def _off(self, micro_batch_size: float, blocks: int) -> float:
+    def _correction(self, micro_batch_size: float, blocks: int) -> float:
         """The nearest correction, of this option if it has any. It fades with distance: fragmentation is local."""
         if not self.corrections:
             return 0.0

@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.context import degrees
 from bigdit.config.load import MOST_MICRO_BATCH
-from bigdit.config.plan_file import Asked, Expected, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
+from bigdit.config.plan_file import Asked, Expected, Fewer, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
 from bigdit.documents import Count, Natural, Positive, Side, Switch
 from bigdit.encoders.host_bytes import HostWeights
 from bigdit.memory import Ledger, Timeline, host_memory
@@ -338,6 +338,7 @@ class Plan(Strict):
     ran: tuple[Estimate, ...]
     same_kernels: dict[str, PositiveInt]
     smaller: tuple[StepSize, ...]
+    without_machine: Fewer | None
     fixes: tuple[Estimate, ...]
     dataset: DatasetNeed | None
     run: WholeRun | None
@@ -445,6 +446,7 @@ def record(plan: Plan, run: str | None = None) -> PlanFile:
         ),
         micro_batch_sizes=plan.buckets,
         smaller=plan.smaller,
+        without_machine=plan.without_machine,
         ledger=RecordedLedger.model_validate(plan.ledger.model_dump(mode="json")),
         versions=plan.versions,
         catalogue=plan.catalogue,

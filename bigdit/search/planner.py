@@ -264,65 +264,68 @@ class Planner:
         groups: dict[tuple[bool, int], list[Estimate]] = {}
         for each in estimates:
             groups.setdefault((not each.lossless, self.options[each.option].last_resort), []).append(each)
-        return [each for _, group in sorted(groups.items()) for each in _roomy(group)]
+        return [each for _, group in sorted(groups.items()) for each in _by_preference(group)]
 
     def limits(self, chosen: Estimate) -> Limits:
         """The largest micro-batches of each size, without sizes where an attempt failed. The search starts from
         predictions for the planned size."""
-        request, option, capacity_bytes = self.request, self.options[chosen.option], self.capacity(chosen.strategy)
-        columns = {"none": 0, "recommended": chosen.blocks, "full": option.count}
-        sizes, planned = (request.resolution, *request.buckets), math.prod(request.resolution)
-
-        def steps(size: tuple[int, int], blocks: int, micro_batch_size: int) -> StepRequest:
-            sizes = {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks}
-            return self.step_request(chosen.strategy.model_copy(update=sizes), size)
-
-        def wanted(size: tuple[int, int], blocks: int) -> bool:
-            near = size != request.resolution and abs(math.prod(size) / planned - 1) <= NEAR
-            return not near or blocks == chosen.blocks
-
-        def largest(blocks: int) -> dict[tuple[int, int], int | None]:
-            """The planned size, starting from its prediction; then the others from the last result, two in parallel."""
-            if blocks < option.strategy.blocks_to_swap:
-                return dict.fromkeys(sizes, 0)
-            expected = option.largest(blocks, capacity_bytes)
-            pixel_bytes = _sample_bytes(option, expected, blocks) / planned
-            limits: dict[tuple[int, int], int | None] = {}
-            short: dict[int, int] = {}  # micro-batches that clearly do not fit, by the area of a sample
-
-            def follow(some: Sequence[tuple[int, int]], pixels: float) -> float:
-                for size in some:
-                    known = option.ran(blocks) if size == request.resolution else {}
-                    area = math.prod(size)
-                    failing = min((short[each] for each in [*short] if each <= area), default=LARGEST_MICRO_BATCH + 1)
-                    row = Row(partial(steps, size, blocks), pixels / area, pixel_bytes * area, known, failing)
-                    found = self.gpus.largest(row, capacity_bytes)
-                    limits[size] = None if found is None else int(found[0])
-                    if found is not None:
-                        pixels = found[0] * area
-                        if found[0] % 1 < CLEARLY:
-                            short[area] = int(found[0]) + 1
-                        if size == request.resolution:
-                            option.note(blocks, found[1])
-                return pixels
-
-            pixels = follow(sizes[:1], float(expected * planned))
-            # Height and width swapped, a sample takes the same bytes.
-            turned = {size: next(each for each in sizes if each in (size, size[::-1])) for size in sizes}
-            others = [size for size in dict.fromkeys(turned.values()) if size != sizes[0] and wanted(size, blocks)]
-            with ThreadPoolExecutor(2) as pool:
-                [*pool.map(follow, (others[::2], others[1::2]), (pixels, pixels))]
-            return {size: limits[first] for size, first in turned.items() if first in limits and wanted(size, blocks)}
-
+        columns = {"none": 0, "recommended": chosen.blocks, "full": self.options[chosen.option].count}
         rows = [*dict.fromkeys(columns.values())]
         with ThreadPoolExecutor(len(rows)) as pool:  # none waits for another's size
-            ran = dict(zip(rows, pool.map(largest, rows), strict=True))
+            ran = dict(zip(rows, pool.map(partial(self._largest, chosen), rows), strict=True))
+        sizes = (self.request.resolution, *self.request.buckets)
         found = {size: {column: ran[blocks].get(size) for column, blocks in columns.items()} for size in sizes}
         return {
             size: LargestMicroBatch.model_validate({"height": size[0], "width": size[1], **limits})
             for size, limits in found.items()
             if limits["recommended"] is not None
         }
+
+    def _largest(self, chosen: Estimate, blocks: int) -> dict[tuple[int, int], int | None]:
+        """The largest micro-batch of each size, with so many recomputed blocks.
+
+        The planned size comes first, from its prediction; then the others from the last result, two in parallel.
+        """
+        request, option, capacity_bytes = self.request, self.options[chosen.option], self.capacity(chosen.strategy)
+        sizes, planned = (request.resolution, *request.buckets), math.prod(request.resolution)
+        if blocks < option.strategy.blocks_to_swap:
+            return dict.fromkeys(sizes, 0)
+        expected = option.largest(blocks, capacity_bytes)
+        pixel_bytes = _sample_bytes(option, expected, blocks) / planned
+        limits: dict[tuple[int, int], int | None] = {}
+        failed: dict[int, int] = {}  # micro-batches that clearly do not fit, by the area of a sample
+
+        def steps(size: tuple[int, int], micro_batch_size: int) -> StepRequest:
+            update = {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks}
+            return self.step_request(chosen.strategy.model_copy(update=update), size)
+
+        def search(some: Sequence[tuple[int, int]], pixels: float) -> float:
+            for size in some:
+                known = option.ran(blocks) if size == request.resolution else {}
+                area = math.prod(size)
+                failing = min((failed[each] for each in [*failed] if each <= area), default=LARGEST_MICRO_BATCH + 1)
+                row = Row(partial(steps, size), pixels / area, pixel_bytes * area, known, failing)
+                found = self.gpus.largest(row, capacity_bytes)
+                limits[size] = None if found is None else int(found[0])
+                if found is not None:
+                    pixels = found[0] * area
+                    if found[0] % 1 < CLEARLY:
+                        failed[area] = int(found[0]) + 1
+                    if size == request.resolution:
+                        option.note(blocks, found[1])
+            return pixels
+
+        def is_searched(size: tuple[int, int]) -> bool:
+            near = size != request.resolution and abs(math.prod(size) / planned - 1) <= NEAR
+            return not near or blocks == chosen.blocks
+
+        pixels = search(sizes[:1], float(expected * planned))
+        # Height and width swapped, a sample takes the same bytes.
+        turned = {size: next(each for each in sizes if each in (size, size[::-1])) for size in sizes}
+        others = [size for size in dict.fromkeys(turned.values()) if size != sizes[0] and is_searched(size)]
+        with ThreadPoolExecutor(2) as pool:
+            [*pool.map(search, (others[::2], others[1::2]), (pixels, pixels))]
+        return {size: limits[first] for size, first in turned.items() if first in limits and is_searched(size)}
 
 
 def stepped(strategy: Strategy, step: StepTime) -> dict[str, Any]:
@@ -342,7 +345,7 @@ def rate(each: Estimate) -> float:
     return each.samples_per_second_per_gpu.middle
 
 
-def _roomy(estimates: Sequence[Estimate]) -> list[Estimate]:
+def _by_preference(estimates: Sequence[Estimate]) -> list[Estimate]:
     fastest = max(estimates, key=rate)
     near = [each for each in estimates if as_fast_as(each, fastest)]
     alone = [each for each in near if each.strategy.cp == 1]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape, find_model
-from bigdit.catalog.conditions import beside, controlnet_problems
+from bigdit.catalog.conditions import controlnet_problems, with_controlnet
 from bigdit.catalog.context import context_misfits, context_problems
 from bigdit.catalog.encoders import online_encoders
 from bigdit.catalog.gpus import float8_problems, precision_problems
@@ -31,7 +31,7 @@ from bigdit.strategy import MOST_GPUS, BatchShape, EmaSpec, LoraSpec, OptimizerS
 from bigdit.strategy.values import untrained_text
 from bigdit.units import A_SIZE, gib, parse_bytes, parse_count, parse_memory, parse_sizes, size_text
 
-_ASKED = {
+_REQUEST_NAMES = {
     "network_gbs": "network",
     "global_batch_size": "global_batch",
     "host_memory_bytes": "host_memory",
@@ -50,18 +50,18 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
     """
     asked = PlanRequest.of(model=model, gpu=gpu, **options)
     problems: list[str] = []
-    found_model = _attempt(problems, "--model", lambda: _model(model))
+    found_model = _collect(problems, "--model", lambda: _model(model))
     device = _gpu(asked, problems)
     sizes, more = _pixels(asked, problems)
-    given = _given(asked, problems)
-    cluster = Cluster(**_sound(Cluster, given, problems))
-    fixed = Constraints(**_sound(Constraints, given, problems))
-    amounts = _sound(ResolvedRequest, given, problems)
+    given = _parse_values(asked, problems)
+    cluster = Cluster(**_valid(Cluster, given, problems))
+    fixed = Constraints(**_valid(Constraints, given, problems))
+    amounts = _valid(ResolvedRequest, given, problems)
     first = None
     if found_model is not None:
         if fixed.controlnet is not None:
             problems += [f"--controlnet: {each}" for each in controlnet_problems(found_model.spec, fixed.controlnet)]
-            found_model = beside(found_model, fixed.controlnet)
+            found_model = with_controlnet(found_model, fixed.controlnet)
         aspects = asked.buckets == "aspect" or (asked.buckets is None and not found_model.video)
         frames, cp = amounts.get("frames"), fixed.cp or 1
         sizes, first, misfits = _shapes(found_model, sizes, more, aspects, frames, cp)
@@ -72,7 +72,7 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
         problems.append("--lora-text-encoders is of LoRA, and --lora is missing; add --lora 16")
     if asked.from_scratch and fixed.frozen:
         named = "--controlnet" if asked.lora is None else "--lora"
-        problems.append(f"--from-scratch and {named} were given, which trains beside trained weights; leave one out")
+        problems.append(f"--from-scratch and {named} were given, and {named} needs trained weights; leave one out")
     if problems or found_model is None or device is None:
         raise UserError(*problems)
     if found_model.clip is not None:
@@ -94,7 +94,7 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
 
 def _gpu(asked: PlanRequest, problems: list[str]) -> Gpu | None:
     """The requested GPU, less what is reserved; None, with a line in `problems`, if it is unknown."""
-    found = partial(_attempt, problems)
+    found = partial(_collect, problems)
     memory = partial(_text, "--gpu-memory", asked.gpu_memory, A_SIZE)
     gpu = found("--gpu", lambda: resolve_gpu(_text("--gpu", asked.gpu), memory()))
     reserve = "0B" if asked.reserve in (0, "0") else asked.reserve
@@ -111,20 +111,20 @@ def _pixels(asked: PlanRequest, problems: list[str]) -> tuple[tuple[Size, ...], 
     """The sizes of --resolution and of --buckets. A text that is no size adds a line to `problems`."""
     resolution = [] if asked.resolution is None else asked.resolution
     buckets = [] if asked.buckets is None or asked.buckets in ("none", "aspect") else asked.buckets
-    sizes = _attempt(problems, "--resolution", lambda: parse_sizes("--resolution", resolution))
-    more = _attempt(problems, "--buckets", lambda: parse_sizes("--buckets", buckets))
+    sizes = _collect(problems, "--resolution", lambda: parse_sizes("--resolution", resolution))
+    more = _collect(problems, "--buckets", lambda: parse_sizes("--buckets", buckets))
     return sizes or (), more or ()
 
 
-def _given(asked: PlanRequest, problems: list[str]) -> dict[str, Any]:
+def _parse_values(asked: PlanRequest, problems: list[str]) -> dict[str, Any]:
     """All other values by name, texts with units as numbers. A text that is no number adds a line to `problems`."""
-    found, images = partial(_attempt, problems), asked.images
+    found, images = partial(_collect, problems), asked.images
     lora: Any = {"rank": asked.lora, "text_encoders": asked.lora_text_encoders or False}
     return vars(asked) | {
         "images": found("--images", lambda: parse_count(images, "--images") if isinstance(images, str) else images),
         "host_memory": found("--host-memory", lambda: _bytes("--host-memory", asked.host_memory, parse_memory)),
         "receipts": found("--receipts", lambda: _folder(asked.receipts)),
-        "checkpointed_blocks": _whole(asked.checkpointed_blocks),
+        "checkpointed_blocks": _number(asked.checkpointed_blocks),
         "ema": "auto" if asked.ema is None and asked.ema_widths is not None else asked.ema,
         "lora": asked.lora if isinstance(asked.lora, dict | None) else lora,
         "controlnet": _controlnet(asked.controlnet),
@@ -157,7 +157,7 @@ def _shapes(
     return sizes, first, [*misfits, *(problem.replace("strategy.cp", "--cp") for problem in unshared)]
 
 
-def _attempt(problems: list[str], option: str, make: Callable[[], Found]) -> Found | None:
+def _collect(problems: list[str], option: str, make: Callable[[], Found]) -> Found | None:
     """The result of `make`; or None, with the user's errors in `problems`, each with the name of the `option`."""
     try:
         return make()
@@ -185,7 +185,7 @@ def _text(option: str, asked: Any, expects: str = "a text was expected") -> str 
     return None if asked is None else str(asked)
 
 
-def _whole(asked: int | str | None) -> int | str | None:
+def _number(asked: int | str | None) -> int | str | None:
     """A text such as `12` as a number; anything else unchanged."""
     return int(asked) if isinstance(asked, str) and re.fullmatch(r"\d{1,18}", asked) else asked
 
@@ -194,7 +194,7 @@ def _controlnet(asked: Any) -> Any:
     """`4,10` as numbers of blocks."""
     if isinstance(asked, str) and asked.count(",") > 1:
         raise UserError(f"--controlnet is {asked[:40]}, and one or two numbers were expected, such as 4 or 4,10")
-    layers = map(_whole, str(asked).split(","))
+    layers = map(_number, str(asked).split(","))
     return dict(zip(("layers", "single_layers"), layers, strict=False)) if isinstance(asked, int | str) else asked
 
 
@@ -218,11 +218,11 @@ def _folder(asked: Path | str | None) -> str | None:
     return folder
 
 
-def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+def _valid(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """The `given` values that are valid for fields of `kind`, by field. Each invalid one adds a line to `problems`."""
     sound: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
-        asked = _ASKED.get(name, name)
+        asked = _REQUEST_NAMES.get(name, name)
         if given.get(asked) is None:
             continue
         checked: Any = Annotated[field.annotation, field]
@@ -253,6 +253,8 @@ def cluster_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -> l
             f"--engine single runs on one GPU, and --gpus is {gpus}; use --engine ddp, zero1, zero2, zero3 or fsdp2, "
             "or --gpus 1"
         )
+    if fixed.engine == "ddp" and gpus == 1:
+        problems.append("--engine ddp needs several GPUs, and --gpus is 1; use --gpus 2 or more, or --engine single")
     if fixed.cp is not None and gpus % fixed.cp:
         problems.append(f"--cp is {fixed.cp}, which does not divide --gpus {gpus}")
     return problems
@@ -268,8 +270,7 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
     if fixed.full and fixed.frozen:
         trains = f"--lora {fixed.lora.rank} trains adapters" if fixed.lora else "--controlnet trains a ControlNet"
         problems.append(f"--full is full fine-tuning, and {trains}; leave one of them out")
-    missing = None if fixed.optimizer is None else OptimizerSpec(name=fixed.optimizer).missing_package
-    if missing is not None:
+    if fixed.optimizer and (missing := OptimizerSpec(name=fixed.optimizer).missing_package):
         problems.append(f"--optimizer: {missing}")
     if fixed.ema == "none" and fixed.ema_widths is not None:
         problems.append("--ema-widths are of EMAs, and --ema none keeps none; leave one of them out")
@@ -284,24 +285,25 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
         given = fixed.model_dump(include=keys, exclude_none=True)
         given |= {} if fixed.lora is None else {"lora": fixed.lora.rank}
         values = ("" if isinstance(each, bool | dict) else f" {each}" for each in given.values())
-        named = ", ".join(f"{option(_ASKED.get(name, name))}{value}" for name, value in zip(given, values, strict=True))
+        named = ", ".join(
+            f"{option(_REQUEST_NAMES.get(name, name))}{value}" for name, value in zip(given, values, strict=True)
+        )
         problems.append(f"{named}: {why}")
     return problems
 
 
 def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str | None) -> list[str]:
     """Why each strategy with these constraints and this `base` is refused; none if one is valid."""
-    # The engine single gets one process even for several GPUs: cluster_problems reports that error.
+    # For single on several GPUs, and ddp on one, the number of processes fits: cluster_problems has the error.
     engines = (fixed.engine,) if fixed.engine else get_args(EngineChoice)[cluster.gpus > 1 :]
-    smallest_first = reversed(get_args(Precision))
-    computed = [each for each in smallest_first if gpu is None or not precision_problems(gpu, each)]
+    computed = [each for each in reversed(get_args(Precision)) if gpu is None or not precision_problems(gpu, each)]
     precisions = [fixed.precision] if fixed.precision else computed
-    refusals, lora, beside = [], fixed.lora, fixed.controlnet
+    refusals, lora, controlnet = [], fixed.lora, fixed.controlnet
     for engine, precision in itertools.product(engines, precisions):
         try:
             Strategy(
                 **PRESETS[engine],
-                world_size=1 if engine == "single" else min(cluster.gpus, MOST_GPUS),
+                world_size=1 if engine == "single" else min(max(cluster.gpus, 1 + (fixed.engine == "ddp")), MOST_GPUS),
                 micro_batch_size=fixed.micro_batch_size or 1,
                 precision=precision,
                 optimizer=OptimizerSpec(name=fixed.optimizer or "adamw"),
@@ -309,7 +311,7 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
                 if fixed.ema == "none"
                 else EmaSpec(device="cpu" if fixed.ema == "cpu" else "gpu", widths=fixed.ema_widths),
                 lora=lora and LoraSpec.model_validate(lora.model_dump() | {"base": base}),
-                controlnet=beside and beside.model_copy(update={"base": base}),
+                controlnet=controlnet and controlnet.model_copy(update={"base": base}),
                 features=fixed.features,
                 cp=1 if fixed.cp is None or cluster.gpus % fixed.cp else fixed.cp,
                 compile_blocks=fixed.compile,
@@ -347,7 +349,7 @@ def model_fits(model: CatalogModel, fixed: Constraints, shape: BatchShape | None
             f"--checkpointed-blocks is {blocks}, and {model.name} has {most} blocks; {most} and all are the most"
         )
     if fixed.features == "online" and shape is not None:
-        _attempt(problems, "--features online", lambda: online_encoders(model, shape))
+        _collect(problems, "--features online", lambda: online_encoders(model, shape))
     if fixed.lora is not None and fixed.lora.text_encoders and (why := untrained_text(model.spec.class_name)):
         problems.append(why.replace("strategy.lora.text_encoders", "--lora-text-encoders"))
     return problems

@@ -86,35 +86,37 @@ def explore(planner: Planner, proposed: Sequence[Option]) -> list[FailedOption]:
             failed.append(FailedOption(option.title, errors[0]))
             continue
         if base is None:
-            none = _policy(option.strategy, strategies[::2], ran[::2])
-            full = _policy(option.strategy, strategies[1::2], ran[1::2], none)
+            none = Policy.of(strategies[::2], ran[::2])
+            full = Policy.of(strategies[1::2], ran[1::2], none)
         else:
             none, full = (each.varied(option.strategy, base.anchor, ran[0]) for each in (base.none, base.full))
         planner.options.setdefault(option.title, option.predicting(none, full, count, ran[0], base))
     return failed
 
 
-def _firsts(planner: Planner, option: Option) -> list[Strategy]:
+def _first_strategies(planner: Planner, option: Option) -> list[Strategy]:
     """Strategies with nothing and with all blocks recomputed. A variant needs one, since only its state is read, which
     does not depend on recomputation, compilation or FP8."""
-    none, full = (_recomputing(option.strategy, each, FIRST) for each in (0, planner.request.model.block_count))
+    none, full = (_with_recomputed(option.strategy, each, FIRST) for each in (0, planner.request.model.block_count))
     plain = none.model_copy(update={"compile_blocks": False, "float8": "none"})
     return [none, full] if option.base is None else [plain]
 
 
-def _first(planner: Planner, option: Option) -> Attempt | Failure:
-    return probe(planner, _firsts(planner, option)[:1], variant=option.base is not None)[0]
+def _first_attempt(planner: Planner, option: Option) -> Attempt | Failure:
+    return probe(planner, _first_strategies(planner, option)[:1], variant=option.base is not None)[0]
 
 
 def _attempts_of(planner: Planner, option: Option) -> tuple[list[Strategy], list[Attempt | Failure]]:
     """The first attempts of an option; for a base, also second ones at about the largest micro-batch that fits."""
-    firsts = _firsts(planner, option)
+    firsts = _first_strategies(planner, option)
     ran = probe(planner, firsts, variant=option.base is not None)
-    seconds = _seconds(planner, firsts, ran)
+    seconds = _second_strategies(planner, firsts, ran)
     return [*firsts, *seconds], [*ran, *probe(planner, seconds)]
 
 
-def _seconds(planner: Planner, firsts: Sequence[Strategy], found: Sequence[Attempt | Failure]) -> list[Strategy]:
+def _second_strategies(
+    planner: Planner, firsts: Sequence[Strategy], found: Sequence[Attempt | Failure]
+) -> list[Strategy]:
     """`firsts` at micro-batches about as large as fit: predictions are needed there. None for variants and failures."""
     ran = [each for each in found if isinstance(each, Attempt)]
     if len(firsts) == 1 or len(ran) < len(firsts):
@@ -131,25 +133,28 @@ def _seconds(planner: Planner, firsts: Sequence[Strategy], found: Sequence[Attem
 
 
 def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] = ()) -> tuple[list[Option], ...]:
-    """Engines whose state fits the GPU and a machine's memory with any of their optimizers, and engines whose state
-    fits the GPU but not the machine. All others are rejected. Idle emulated GPUs begin with options that come `later`.
+    """Engines whose state fits the GPU and CPU memory with any optimizer; and those whose state only fits the GPU.
+
+    All others are rejected. Idle emulated GPUs already begin with options that come `later`.
     """
     request, engines, short = planner.request, list[Option](), list[Option]()
     bases = [each for each in group if each.base is None]
     # Attempts run in parallel and are cached. A single GPU usually has one engine, whose variants are all explored.
     soon = [each for each in group if not each.strategy.blocks_to_swap] if request.cluster.gpus == 1 else bases
-    soon, then = ([each for each in some if _has_a_chance(planner, each)] for some in (soon, later))
+    soon, then = ([each for each in some if _may_fit(planner, each)] for some in (soon, later))
     soon += then[: planner.gpus.count - len(soon)] if 0 < len(soon) < planner.gpus.count else []
     with ThreadPoolExecutor(max(len(soon), 1)) as pool:
-        [*pool.map(partial(_first, planner), soon)]
+        [*pool.map(partial(_first_attempt, planner), soon)]
     for base in bases:
         most = request.gpu.usable_bytes - planner.non_torch(base.strategy).low_bytes
         on_host: dict[str, int] = {}  # bytes by title, of those that fit the GPU
         for each in (each for each in group if base in (each, each.base)):
-            if not _has_a_chance(planner, each):
-                on_host |= {each.title: _least(planner, each)} if each.strategy.optimizer_in_cpu_memory else {}
+            if not _may_fit(planner, each):
+                on_host |= (
+                    {each.title: _least_optimizer_bytes(planner, each)} if each.strategy.optimizer_in_cpu_memory else {}
+                )
                 continue
-            found = _first(planner, each)  # if it failed, `explore` reports why
+            found = _first_attempt(planner, each)  # if it failed, `explore` reports why
             state = host_peak(found) if isinstance(found, Attempt) else 0
             host = node_bytes(state, request.cluster, request.samples)
             holds = not isinstance(found, Attempt) or state_bytes(found) <= most
@@ -165,7 +170,7 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
     return engines, short
 
 
-def _least(planner: Planner, option: Option) -> int:
+def _least_optimizer_bytes(planner: Planner, option: Option) -> int:
     """Least bytes of the optimizer, of a GPU or of a machine's memory, known without an attempt; 0 if not known.
 
     On a single GPU weights and gradients are added, since they are in the same place.
@@ -178,17 +183,19 @@ def _least(planner: Planner, option: Option) -> int:
     return node_bytes(nbytes, request.cluster, request.samples) if strategy.optimizer_in_cpu_memory else nbytes
 
 
-def _has_a_chance(planner: Planner, option: Option) -> bool:
+def _may_fit(planner: Planner, option: Option) -> bool:
     on_host, request = option.strategy.optimizer_in_cpu_memory, planner.request
-    return _least(planner, option) <= (request.host_memory_bytes if on_host else request.gpu.usable_bytes)
+    return _least_optimizer_bytes(planner, option) <= (
+        request.host_memory_bytes if on_host else request.gpu.usable_bytes
+    )
 
 
 def _reject(planner: Planner, title: str, on_host: Collection[int]) -> None:
     reason = "its state alone takes more than the GPU has"
     if on_host:
         least, memory = gib(min(on_host)), gib(planner.request.host_memory_bytes)
-        there = "assumed" if planner.request.host_assumed else "there"
-        reason = f"its state alone takes {least} of a machine's memory, and {memory} are {there} (--host-memory)"
+        has = "is assumed to have" if planner.request.host_assumed else "has"
+        reason = f"its state alone takes {least} of CPU memory, and a machine {has} {memory} (--host-memory)"
     planner.rejected.append(Rejected(choice=title, reason=reason))
 
 
@@ -197,13 +204,13 @@ def selective(planner: Planner, options: Sequence[Option]) -> None:
     base, count = options[0], planner.request.model.block_count
     strategy = base.strategy.model_copy(update={"checkpointing": "selective"})
     # It keeps more than full checkpointing and less than none: the largest micro-batch is between theirs.
-    sizes = [max(each.reserved) for each in (base.none, base.full)]
+    sizes = [max(each.ran) for each in (base.none, base.full)]
     between = max(round(math.sqrt(sizes[0] * sizes[1])), SECOND)
-    strategies = [_recomputing(strategy, count, size) for size in (FIRST, between)]
+    strategies = [_with_recomputed(strategy, count, size) for size in (FIRST, between)]
     ran = [each for each in probe(planner, strategies) if isinstance(each, Attempt)]
     if len(ran) < 2:
         return
-    kept = _policy(strategy, strategies, ran, base.none)
+    kept = Policy.of(strategies, ran, base.none)
     for option in options:
         full = kept if option is base else kept.varied(option.strategy, base.anchor, option.anchor)
         checkpointing = option.strategy.model_copy(update={"checkpointing": "selective"})
@@ -234,7 +241,7 @@ def swapped(planner: Planner, group: Sequence[Option]) -> list[FailedOption]:
 
 def _swapping(planner: Planner, strategy: Strategy, most: int) -> Swapping | Failure:
     """What swapped blocks save, from attempts with all blocks recomputed."""
-    least, recomputed = min(LEAST_SWAPPED, most), _recomputing(strategy, planner.request.model.block_count, FIRST)
+    least, recomputed = min(LEAST_SWAPPED, most), _with_recomputed(strategy, planner.request.model.block_count, FIRST)
     places = [recomputed.model_copy(update={"blocks_to_swap": blocks}) for blocks in (0, least, most)]
     ran = []
     for each in probe(planner, places):
@@ -269,14 +276,7 @@ def _swap_options(planner: Planner, option: Option, swapping: Swapping) -> list[
     return [with_swapped(each) for each in sorted({fewest, *(q for q in quarters(count) if fewest < q <= most)})]
 
 
-def _policy(
-    strategy: Strategy, strategies: Sequence[Strategy], ran: Sequence[Attempt], none: Policy | None = None
-) -> Policy:
-    sizes = (each.micro_batch_size for each in strategies)
-    return Policy.of(strategy, dict(zip(sizes, ran, strict=True)), none)
-
-
-def _recomputing(strategy: Strategy, blocks: int, micro_batch_size: int) -> Strategy:
+def _with_recomputed(strategy: Strategy, blocks: int, micro_batch_size: int) -> Strategy:
     return strategy.with_micro_batch_size(micro_batch_size).model_copy(update={"checkpointed_blocks": blocks})
 
 
@@ -312,8 +312,8 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
         options = [each for each in planner.options.values() if each.lossless or not lossless_later]
         best = best_that_runs(planner, ahead, options)
         if best is not None and best.verdict != "DOES NOT FIT":
-            planner.rejected += _later(proposed, resort) if (planner.passed_over or best).lossless else []
-            planner.rejected += _adapters(planner) if resort else []
+            planner.rejected += _later_resorts(proposed, resort) if (planner.passed_over or best).lossless else []
+            planner.rejected += _lora_rejected(planner) if resort else []
             return best
     explore(planner, short_of_host)  # a machine with more memory may be the answer
     if not planner.options:  # state alone is too large everywhere: the plan says by how much
@@ -325,7 +325,7 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
         needed = math.ceil(least.host_bytes / GIB) * GIB
         planner.request = planner.request.model_copy(update={"host_memory_bytes": needed})
         return search(planner, ahead)
-    return _nearest(planner, least or _smallest(planner))
+    return _record_nearest(planner, least or _smallest(planner))
 
 
 MUCH_FASTER = 1.3
@@ -349,7 +349,7 @@ def _over_quantised(planner: Planner, ahead: Ahead, best: Estimate) -> Estimate 
     return ran
 
 
-def _nearest(planner: Planner, least: Estimate) -> Estimate:
+def _record_nearest(planner: Planner, least: Estimate) -> Estimate:
     """The recorded estimate that comes nearest to fitting. Raises UserError if it cannot run."""
     (ran,) = planner.run([least])
     if ran is None:
@@ -368,7 +368,7 @@ def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[O
     soon = [each for each in variants if planner.request.cluster.gpus == 1 or each.strategy.engine == "ddp"]
     engines, variants = [*engines, *soon], [each for each in variants if each not in soon]
     failed = explore(planner, engines)
-    shared = _shared(planner, group, engines)
+    shared = _context_parallel(planner, group, engines)
     failed += explore(planner, shared)
     engines = [*engines, *shared]
     found = [planner.options[each.title] for each in engines if each.title in planner.options]
@@ -378,7 +378,7 @@ def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[O
     return [*failed, *swapped(planner, group)]
 
 
-def _shared(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Option]:
+def _context_parallel(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Option]:
     """The `engines` with more context parallelism, where it can help; else none, with a line in what is rejected.
 
     It costs communication. It helps where one sample needs every block recomputed, or does not fit. Where samples are
@@ -452,7 +452,7 @@ def _smallest(planner: Planner) -> Estimate:
     return planner.estimate(least, size, blocks(least))
 
 
-def _later(proposed: Sequence[Option], resort: int) -> list[Rejected]:
+def _later_resorts(proposed: Sequence[Option], resort: int) -> list[Rejected]:
     """Options after the last `resort` in which something lossless fits."""
     copies = "every step would wait for copies over PCIe and for CPU cores, and something fits without that"
     if resort:
@@ -465,7 +465,7 @@ def _later(proposed: Sequence[Option], resort: int) -> list[Rejected]:
     return [Rejected(choice="; ".join(titles[kept]), reason=reasons[kept]) for kept in reasons if titles[kept]]
 
 
-def _adapters(planner: Planner) -> list[Rejected]:
+def _lora_rejected(planner: Planner) -> list[Rejected]:
     """LoRA as a rejected choice, where full fine-tuning fits only by a last resort."""
     if planner.request.constraints.frozen or planner.request.constraints.full:
         return []
@@ -496,7 +496,7 @@ def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) ->
     while True:
         order = [each for each in _ranked(planner, options) if each.title not in refused]
         if order and order[0].title not in ran and len(ran) < MOST_RUN:
-            pair = _pair(planner, order)[: planner.gpus.count]
+            pair = _next_to_run(planner, order)[: planner.gpus.count]
             ran |= zip((each.title for each in pair), planner.run(pair), strict=True)
             continue
         best = best_with("FITS")
@@ -514,7 +514,7 @@ def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) ->
     return None if tight is None else _over_quantised(planner, ahead, tight) or planner.record(tight)
 
 
-def _pair(planner: Planner, new: Sequence[Estimate]) -> list[Estimate]:
+def _next_to_run(planner: Planner, new: Sequence[Estimate]) -> list[Estimate]:
     """The two best to run together. From its second attempt on, an option with the fewest blocks that should fit goes
     with one more block instead of the second best: fragmentation often leaves it a few MiB short."""
     best = new[0]

@@ -23,7 +23,7 @@ import xxhash
 
 from bigdit.errors import UserError
 from bigdit.files import lfs_pointer, open_file
-from bigdit.sources.protocol import Entry, Unusable
+from bigdit.sources.protocol import Entry, Unusable, cut
 from bigdit.sources.tables import Cells, ImageFile, Row
 
 STREAM_BYTES = 2**20  # read at a time of each column, instead of its whole row group
@@ -71,7 +71,7 @@ class _Cursor:
         self._kept: deque[tuple[int, pa.RecordBatch]] = deque(maxlen=2)
 
     def reaches(self, start: int) -> bool:
-        """Whether to read on leads to `start`: it is not behind, and no later row group begins before it."""
+        """Whether reading forward is the shortest way to `start`: it is not behind, and in the same row group."""
         first = self._kept[0][0] if self._kept else self._end
         groups = bisect.bisect_right(self._group_ends, start) - bisect.bisect_right(self._group_ends, self._end)
         return first <= start and groups <= 0
@@ -246,10 +246,8 @@ class FileRows:
     def read(self, start: int, end: int, columns: Sequence[str]) -> list[Row]:
         """Rows [start, end)."""
         found: list[Row] = []
-        while start < min(end, len(self)):
-            path, row, last = self._at(start, end)
-            found += self._rows(path, row, last, columns)
-            start += last - row
+        for number, _, begin, stop in cut(self._ends, start, end):
+            found += self._rows(self._paths[number], begin, stop, columns)
         return found
 
     def entries(self) -> Iterator[Entry]:
@@ -258,18 +256,12 @@ class FileRows:
 
     def name(self, row: int) -> str:
         """`train-00000-of-00002.parquet row 17`. The first row of a file is row 0."""
-        path, row, _ = self._at(row, row)
-        return f"{path.name} row {row}"
+        ((number, _, begin, _),) = cut(self._ends, row, row + 1)
+        return f"{self._paths[number].name} row {begin}"
 
     def base(self, row: int) -> Path:
         """The folder of the row's file."""
-        return self._at(row, row)[0].parent
-
-    def _at(self, row: int, end: int) -> tuple[Path, int, int]:
-        """The file of a row, the row's number there, and that of `end` or of the file's end."""
-        number = bisect.bisect_right(self._ends, row)
-        first = self._ends[number - 1] if number else 0
-        return self._paths[number], row - first, min(end, self._ends[number]) - first
+        return self._paths[bisect.bisect_right(self._ends, row)].parent
 
     def _rows(self, path: Path, start: int, end: int, columns: Sequence[str]) -> Iterator[Row]:
         images = [column for column in columns if self.columns[column] == "image"]

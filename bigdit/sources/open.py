@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import glob
 import itertools
 import os
@@ -23,7 +22,7 @@ from bigdit.sources.disk import not_there
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import FrameFolders, ImageFolder
 from bigdit.sources.image import SUFFIXES, Varied
-from bigdit.sources.protocol import Contents, Entry, Item, Source
+from bigdit.sources.protocol import Contents, Entry, Item, Source, cut
 from bigdit.sources.tables import Rows, TableSource
 from bigdit.sources.text_rows import METADATA, has_metadata, open_rows
 from bigdit.sources.videos import Clip, Clips
@@ -97,13 +96,9 @@ class SourceList:
     def items(self, start: int, end: int) -> list[ListedItem]:
         """Items [start, end) of the whole list. Their names begin with the source if there are several."""
         found: list[ListedItem] = []
-        for number in range(bisect.bisect_right(self._ends, start), len(self.sources)):
-            first = self._ends[number - 1] if number else 0
-            if first >= end:
-                break
+        for number, first, begin, stop in cut(self._ends, start, end):
             prefix = f"{self._titles[number]}: " if len(self.sources) > 1 else ""
-            inner = self.sources[number].items(max(start - first, 0), min(end, self._ends[number]) - first)
-            limits = self._limits[number]
+            inner, limits = self.sources[number].items(begin, stop), self._limits[number]
             found += [ListedItem(first + item.index, prefix + item.name, item, limits) for item in inner]
         return found
 

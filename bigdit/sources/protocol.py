@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 from abc import ABC, abstractmethod
@@ -147,6 +148,15 @@ class Source(Protocol):
     def items(self, start: int, end: int) -> Sequence[Item]:
         """Items [start, end). No image is read before `load`."""
         ...
+
+
+def cut(ends: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut [start, end) where joined sequences end: their number, first index, and the range within each."""
+    for number in range(bisect.bisect_right(ends, start), len(ends)):
+        first = ends[number - 1] if number else 0
+        begin, stop = max(start - first, 0), min(end, ends[number]) - first
+        if begin < stop:
+            yield number, first, begin, stop
 
 
 @dataclass(frozen=True)

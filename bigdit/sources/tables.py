@@ -93,8 +93,11 @@ class ImageFile:
             yield from video_frames(self._on_disk(), clip, max_pixels)
 
     def _on_disk(self) -> Path:
-        """The path, or the first that exists of: without a space at its end and with slashes for Windows' backslashes,
-        in NFC, in NFD, and with a suffix of images, which kohya's lists leave out."""
+        """The path, or the first other form that exists.
+
+        The forms have no space at the end, and slashes for Windows' backslashes, in NFC or NFD. Last come the suffixes
+        of images, which kohya's lists leave out.
+        """
         text = str(self.path)
         plain = text.rstrip().replace("\\", "/")
         others = [plain, *([] if text.isascii() else [unicodedata.normalize(form, plain) for form in ("NFC", "NFD")])]

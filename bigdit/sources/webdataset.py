@@ -6,7 +6,6 @@ end, a damaged header in the middle and data after the end, so these are checked
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import hashlib
 import itertools
@@ -33,7 +32,7 @@ from bigdit.sources.captions import Label, json_label, read_captions, reads_capt
 from bigdit.sources.disk import CAPTION_BYTES, IMAGE_BYTES, check_size, opened_range, read_range, sampled_digest
 from bigdit.sources.file_rows import read_parquet
 from bigdit.sources.image import SUFFIXES
-from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
+from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable, cut
 from bigdit.sources.videos import SUFFIXES as VIDEOS
 from bigdit.sources.videos import Clip, contents_of, decoded_frames
 
@@ -150,16 +149,10 @@ class WebDataset:
     def items(self, start: int, end: int) -> list[TarItem]:
         """Samples [start, end)."""
         found: list[TarItem] = []
-        while start < min(end, len(self)):
-            number = bisect.bisect_right(self._ends, start)
-            first = self._ends[number - 1] if number else 0
-            last = min(end, self._ends[number])
-            rows = read_parquet(self._indices[number], start - first, last - first, SCHEMA.names, ROWS)
-            tar = self._tars[number]
-            found += [
-                _item(index, tar, row, self._condition, self._clip) for index, row in enumerate(rows.to_pylist(), start)
-            ]
-            start = last
+        for number, first, begin, stop in cut(self._ends, start, end):
+            rows = read_parquet(self._indices[number], begin, stop, SCHEMA.names, ROWS).to_pylist()
+            numbered, tar = enumerate(rows, first + begin), self._tars[number]
+            found += [_item(index, tar, row, self._condition, self._clip) for index, row in numbered]
         return found
 
 

@@ -80,9 +80,9 @@ class StepTime(Strict):
 LAUNCHED_SECONDS = Interval(low=5e-6, high=45e-6)
 """CPU time for each launch that an emulated GPU counts: Python, dispatcher, autograd, launch.
 
-Low: as LAUNCH_SECONDS in roofline.py. High: the time per launch of steps on an H100 with a virtual machine's Xeon whose
-kernels filled 23 to 68 %: 26 µs (dit-b-4), 27 (Sana with ZeRO-2), 44 (pixart-alpha 256), an upper bound of the CPU
-time. Source: on_gpu/measured.json in benchmarks.
+Low: as LAUNCH_SECONDS in step.py. High: an upper bound of the CPU time, the time per launch of steps on an H100 with a
+virtual machine's Xeon. Kernels filled 23 to 68 % of these steps: 26 µs (dit-b-4), 27 (Sana with ZeRO-2), 44
+(pixart-alpha 256). Source: on_gpu/measured.json in benchmarks.
 """
 
 
@@ -95,7 +95,7 @@ class Launches:
 
 
 def launches_of(launched: Mapping[str, Launched], micro_batches: int) -> Launches | None:
-    """Launches from the counts of an emulated step, by phase; None where none were counted."""
+    """Launches from the counts of an emulated step, by phase; None if none were counted."""
     if not launched:
         return None
     step = sum(each.launches for phase, each in launched.items() if phase in ("step", "ema"))
@@ -133,8 +133,8 @@ class StepRatio(Strict):
     def applied(self, parts: Mapping[str, Interval]) -> dict[str, Interval]:
         """The parts of a step, all moved and narrowed in the same way, so that they still add up.
 
-        Of its half-width w (the logarithm of high to middle) the total keeps the measured spread and 1/(count + 1)
-        of w, as a prior with `count` observations, but never more than w.
+        The total's half-width w is the logarithm of high to middle. It becomes the measured spread plus w/(count + 1),
+        like a prior with `count` observations, but at most w.
         """
         total = sum(parts.values(), Interval(low=0, high=0))
         if total.middle == 0:

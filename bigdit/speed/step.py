@@ -1,8 +1,8 @@
 """Seconds of a step: kernels by a roofline, launches, collectives, copies and CPU work.
 
 A kernel takes as long as its operator's arithmetic or its bytes, whichever takes longer. Source: Williams, Waterman &
-Patterson, "Roofline", CACM 52(4), 2009. The shares of a GPU's peak that kernels reach are intervals, each with where it
-was read; none is fitted to a measured training speed of the models that are planned here.
+Patterson, "Roofline", CACM 52(4), 2009. The shares of a GPU's peak that kernels reach are intervals, each with its
+source. None is fitted to a measured training speed of planned models.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from bigdit.strategy import Precision, Strategy
 Numbers = npt.NDArray[np.float64]
 
 HERE = "benchmarks/gpu_matrix.md"
-"""Times of operators in training steps on an H100 by torch's profiler (torch 2.11), without the held-out points,
-against the bytes and FLOPs that an attempt counts (`git show 8fa40eb:benchmarks/on_gpu/shares.py`)."""
+"""Source: times of operators in steps on an H100, divided by the bytes and FLOPs that an attempt counts. They were
+measured by torch's profiler (torch 2.11), without held-out points (`git show 8fa40eb:benchmarks/on_gpu/shares.py`)."""
 
 MEASURED = (9, 0)
 """The compute capability of that GPU, whose shares were measured per operator."""
@@ -54,8 +54,8 @@ of its high; low of A100: OF_THE_BEST of its high. V100: 39 of 130 TFLOPS in Meg
 """
 
 OF_THE_BEST = 0.78
-"""What products from 2048 x 2048 x 2048 on reach at least of the best one's rate on the same GPU: 0.78 on an A40, 0.81
-to 0.85 on an H100 (zzc0721/torch-performance-test-data#185, #79); 0.79 in training steps on an H100 (HERE)."""
+"""Least share of the best product's rate on the same GPU that products from 2048 x 2048 x 2048 on reach: 0.78 on an
+A40, 0.81 to 0.85 on an H100 (zzc0721/torch-performance-test-data#185, #79); 0.79 in steps on an H100 (HERE)."""
 
 BEST_PRODUCTS = {"a40": 0.82, "a6000": 0.80, "l20": 0.96, "l40s": 0.75, "h20": 0.96}
 """Share of the peak rate of the best product of 16 bits that was measured, by GPU.
@@ -79,15 +79,15 @@ OTHER_FP8_PRODUCTS = Interval(low=0.25, high=0.96)
 """The same of other GPUs: low is assumed, high is that of OTHER_PRODUCTS."""
 
 CONVOLUTIONS_MEASURED = Interval(low=0.59, high=0.84)
-"""The same of convolutions of 16 bits on an H100, with the conversion of what does not come channels last: Sana's reach
-0.59 to 0.70 and more, since grouped ones are in the time (HERE); high as of products."""
+"""The same for convolutions of 16 bits on an H100, with conversion to channels last. Sana's reach 0.59 to 0.70, and
+more, since that time includes grouped ones (HERE); high is that of products."""
 
 OTHER_PRODUCTS = Interval(low=0.35, high=0.96)
-"""GPUs that no such table has: from below the others to what cuBLAS was seen to reach of an L20's rate
-(115 of 119.5 TFLOPS, DefTruth/CUDA-Learn-Notes, hgemm)."""
+"""The same for GPUs without such a measurement: from below all others, to cuBLAS's share of an L20's rate (115 of
+119.5 TFLOPS, DefTruth/CUDA-Learn-Notes, hgemm)."""
 
 FP32_DOUBLED = Interval(low=0.45, high=0.76)
-"""The same on CUDA cores, in fp32, of GPUs whose rate counts units twice that compute integers too: from 9.1 of an RTX
+"""The same on CUDA cores, in fp32, of GPUs whose rate includes units that also compute integers: from 9.1 of an RTX
 A4000's 19.2 TFLOPS to 23.4 of an A10G's 31.2 (zzc0721/torch-performance-test-data#97, #126)."""
 
 FP32_PRODUCTS = {
@@ -105,9 +105,9 @@ OTHER_FP32_PRODUCTS = Interval(low=0.50, high=0.97)
 """Of others: from a T4's 4.2 of 8.1 TFLOPS to an RTX 2080 Ti's 13 of 13.4 (same source, database.md)."""
 
 ATTENTION_MEASURED = Interval(low=0.46, high=0.61)
-"""Share of the tensor cores' rate that cuDNN's attention reaches on an H100, forward and backward, of what it computes:
-heads of more than 64 fill tiles of 128, and the rest of those is zeros (HERE). 0.53 to 0.61 with heads of 128 (Wan);
-0.26 to 0.34 with 72 (PixArt) are 0.46 to 0.61 of what fills the tiles."""
+"""Share of the tensor cores' rate that cuDNN's attention reaches on an H100, forward and backward (HERE). Zeros are
+counted too: heads of more than 64 are padded to tiles of 128. 0.53 to 0.61 with heads of 128 (Wan). 0.26 to 0.34 with
+heads of 72 (PixArt), which is 0.46 to 0.61 with the zeros."""
 
 SMALL_HEADS_MEASURED = Interval(low=0.42, high=0.46)
 """The same with heads of up to 64: 0.43 to 0.45 with 64 (SD3.5), where more of the time goes to the softmax."""
@@ -115,18 +115,18 @@ SMALL_HEADS_MEASURED = Interval(low=0.42, high=0.46)
 ATTENTION = Interval(low=0.20, high=0.75)
 """The same of other GPUs.
 
-FlashAttention-2 reaches 0.50 to 0.73 on an A100 (arXiv:2307.08691) and 0.35 on an H100, FlashAttention-3 up to 0.75
-there (arXiv:2407.08608), all with heads of 64 or 128 that fill the tiles. Low is for other heads, short texts and
-the kernel that takes masks: assumed.
+FlashAttention-2 reaches 0.50 to 0.73 on an A100 (arXiv:2307.08691) and 0.35 on an H100. FlashAttention-3 reaches up to
+0.75 there (arXiv:2407.08608). All have heads of 64 or 128, which fill the tiles. Low is assumed, for other heads, short
+texts and the kernel with masks.
 """
 
 ATTENTION_FP32 = Interval(low=0.13, high=0.75)
-"""The same of attention in fp32, of a third of the rate of TF32: measured 0.13 on an H100 (HERE); high as of others."""
+"""The same for attention in fp32, as a share of a third of TF32's rate: 0.13 on an H100 (HERE); high as for others."""
 
 BANDWIDTH_MEASURED = Interval(low=0.40, high=0.66)
-"""Share of an H100's bandwidth that all but the optimizer's kernels reach together in a step (HERE): 0.42 to 0.64 in
-seven models. GELU reaches 0.90, broadcasting products 0.52 to 0.57, copies that change the layout 0.37 to 0.6, sums 0.2
-to 0.6."""
+"""Share of an H100's bandwidth that all kernels except the optimizer's reach together in a step: 0.42 to 0.64 in seven
+models (HERE). GELU reaches 0.90, broadcasting products 0.52 to 0.57, copies that change the layout 0.37 to 0.6, sums
+0.2 to 0.6."""
 
 OPTIMIZER_MEASURED = Interval(low=0.80, high=0.92)
 """The same of fused AdamW (HERE): 0.86 to 0.90."""
@@ -149,12 +149,12 @@ GROUPED = Interval(low=0.10, high=0.80)
 LAUNCH_SECONDS = Interval(low=5e-6, high=50e-6)
 """CPU time for each operator on the GPU: Python, dispatcher, autograd, launch.
 
-From 5 µs: "PyTorch op to kernel launch" and "Tensor core throughput at scale" (jiahuanglin.xyz, factryze.ai). To 50 µs:
+Low: 5 µs in "PyTorch op to kernel launch" and "Tensor core throughput at scale" (jiahuanglin.xyz, factryze.ai). High:
 31 to 49 µs in small models on a virtual machine with 16 cores of a Xeon and Python 3.12 (HERE).
 """
 
 KERNEL_SECONDS = 4e-6
-"""The least that a kernel occupies the GPU, at most: 2 to 4 µs in a model whose tensors are small (HERE, dit-b-4)."""
+"""Upper bound of the shortest time of a kernel: 2 to 4 µs in a model with small tensors (HERE, dit-b-4)."""
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
 
@@ -163,11 +163,11 @@ KINDS = ("matrix products", "attention", "convolutions", "memory-bound operators
 
 
 class Pace(NamedTuple):
-    """How fast a GPU runs an operator: what it reaches of the peak `rate` (FLOPs a second), and how fast it is `moving`
-    (bytes a second).
+    """How fast a GPU runs an operator: its `efficiency`, a share of the peak `rate` (FLOPs per second), and its
+    `moving`, bytes per second.
 
-    `moves`: how many times the moved bytes are added to the arithmetic at the high end; 0 where both overlap.
-    `kinds`: which part of a step it is where it computes, and where it only moves.
+    `moves`: how many times the time of its bytes is added to the arithmetic at the high end; 0 where both overlap.
+    `kinds`: the part of a step that it counts for, if it computes, and if it only moves bytes.
     """
 
     rate: float
@@ -178,9 +178,9 @@ class Pace(NamedTuple):
 
 
 def kernel_seconds(load: Load, gpu: Gpu, precision: Precision) -> dict[str, Interval]:
-    """Seconds of the GPU's kernels by kind: they run one after the other.
+    """Seconds of the GPU's kernels by kind. They run one after the other.
 
-    At the high end each call has the least time of a kernel. Kernels that compute have it in addition, because their
+    At the high end, each call takes at least KERNEL_SECONDS. Kernels that compute take these in addition, since their
     first and last tiles leave multiprocessors idle.
     """
     paces = _paces(load.operations.named, gpu, precision)
@@ -196,8 +196,8 @@ def kernel_seconds(load: Load, gpu: Gpu, precision: Precision) -> dict[str, Inte
 
 
 class _Paces(NamedTuple):
-    """The paces of the operations that a GPU computes, which are in these `rows` of their keys: [2, rows] of lows and
-    highs, else [rows]. `kinds` are in the order of KINDS."""
+    """The paces of the GPU's operations, which are in these `rows` of their keys. Intervals are arrays [2, rows] of
+    lows and highs, all others [rows]. `kinds` are indices in KINDS."""
 
     rows: Rows
     rate: Numbers
@@ -209,7 +209,7 @@ class _Paces(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def _paces(named: Keys[Operation], gpu: Gpu, precision: Precision) -> _Paces:
-    """Found once: a plan times its few operators at hundreds of sizes."""
+    """Cached: a plan times its few operators at hundreds of sizes."""
     rows = rows_at(named, "device")
     found = [_pace(named.order[row], gpu, precision) for row in rows]
 
@@ -236,17 +236,16 @@ def _pace(operation: Operation, gpu: Gpu, precision: Precision) -> Pace:
         rate, efficiency = gpu.tflops.fp32 * 1e12, _fp32_products(gpu)
         moving = GROUPED_MEASURED if measured else GROUPED
     elif measured and _is_attention(operation):
-        # Where texts are short, it reads and writes as long as it computes.
+        # With short texts, reads and writes take as long as the arithmetic.
         moves = 1
     elif "convolution" in operation.operator and not (measured and operation.dtype != "float32"):
-        # cuDNN's kernels for tensor cores need channels last, and convert what comes otherwise: read and written
-        # once more.
+        # cuDNN's kernels for tensor cores need channels last. A conversion reads and writes once more.
         moves = 2
     return Pace(rate, efficiency, moving * (gpu.bandwidth_gbs * 1e9), moves, _kinds(operation))
 
 
 def _rate(operation: Operation, gpu: Gpu, precision: Precision) -> float:
-    """Attention in fp32 is the memory-efficient one, which multiplies by three products of TF32, whatever is allowed.
+    """Peak FLOPs per second. Attention in fp32 is the memory-efficient one: three products of TF32, in any precision.
 
     Source: OpMultiplyAddFastF32 in aten/src/ATen/native/transformers/cuda/mem_eff_attention/gemm_kernel_utils.h.
     """
@@ -278,7 +277,7 @@ def _efficiency(operation: Operation, gpu: Gpu, rate: float) -> Interval:
 
 
 def _attention_measured(operation: Operation) -> Interval:
-    """By the size of the heads, which stands behind the operator's name."""
+    """By the size of the heads, which the operator's name ends with."""
     match = re.search(r"\(heads of (\d+)\)$", operation.operator)
     size = int(match[1]) if match else 128
     if size <= 64:
@@ -303,8 +302,7 @@ def _kinds(operation: Operation) -> tuple[str, str]:
 
 
 PARTS = (*KINDS, "launches", "CPU", "collectives", "copies to and from CPU memory")
-"""Parts of a step's seconds. `launches`: the GPU waits for the next kernel. `CPU`: optimizer and EMA that run on its
-cores."""
+"""Parts of a step's seconds. `launches`: the GPU waits for the next kernel. `CPU`: optimizer and EMA on the CPU."""
 
 
 def step_time(
@@ -322,8 +320,8 @@ def step_time(
     """
     micro_batches = (work.micro * strategy.grad_accum_steps + work.last).clamped()
     parts = dict.fromkeys(PARTS, NO_TIME)
-    # The update waits for all gradients, and does not overlap with micro-batches. The CPU, which launches kernels, runs
-    # ahead where they last longer.
+    # The update waits for all gradients, and does not overlap with micro-batches. While kernels take longer than
+    # launches, the CPU runs ahead.
     stages = (micro_batches, work.step.clamped())
     each, counts = LAUNCH_SECONDS, tuple(load.at("device").calls for load in stages)
     if launches is not None:
@@ -371,28 +369,28 @@ NVLINK = Interval(low=0.65, high=0.82)
 """
 
 NVLINK_SHARP = 480 / 450
-"""The same of an all-reduce that the switch adds up, on whole boards of 8 from Hopper on (NVIDIA/nccl-tests#212)."""
+"""The same for an all-reduce in the switch, on whole boards of 8 from Hopper on (NVIDIA/nccl-tests#212)."""
 
 PCIE = Interval(low=0.20, high=0.80)
-"""The same over PCIe: the processor's links and memory decide.
+"""The same over PCIe, where the CPU's links and memory decide.
 
-High assumed, as one copy alone. 8 RTX 5090: 28 of 63 GB/s, 4 of them 35 (NVIDIA/nccl#1639); low for older boards
-without access from GPU to GPU: assumed.
+8 RTX 5090: 28 of 63 GB/s, 4 of them 35 (NVIDIA/nccl#1639). High is assumed, as for a single copy. Low is assumed, for
+older boards without peer access between GPUs.
 """
 
 _SWITCHED = ("h20", "gh200-96g", "gh200-144g", "b200", "gb200", "b300")
 """GPUs with NVLink switches, in addition to those with SXM in their name."""
 
 NETWORK = Interval(low=0.60, high=0.95)
-"""Share of what a machine sends over the network that collectives reach. Assumed."""
+"""Share of a machine's network bandwidth that collectives reach. Assumed."""
 
 LATENCY = Interval(low=5e-6, high=10e-6)
-"""Of each collective, before its first byte; `_HOP` of each step of its ring comes on top in the high bound.
+"""Seconds of each collective before its first byte. The high bound adds `_HOP` for each step of its ring.
 
 Source: baseLat of rings in nccl's src/graph/tuning.cc, 3.6 to 10 µs.
 """
 _HOP = {"nvlink": 3.4e-6, "pcie": 5.7e-6, "network": 9.6e-6}
-"""Source: hwLat of rings with the Simple protocol, same file."""
+"""Seconds. Source: hwLat of rings with the Simple protocol, same file."""
 
 HOST_LINK = Interval(low=0.40, high=0.85)
 """Share of the link to CPU memory that copies of page-locked memory reach.
@@ -409,12 +407,14 @@ quarters of two sockets with 8 channels of DDR4-3200: assumed. Single threads an
 """
 
 HOST_CALL = Interval(low=1e-6, high=10e-6)
-"""Of each operator on the CPU. Assumed: as LAUNCH_SECONDS of roofline.py, without the launch of a kernel."""
+"""Seconds of each operator on the CPU. Assumed: LAUNCH_SECONDS without the launch of a kernel."""
 
 
 def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster, *, waiting: bool) -> Interval:
-    """Seconds of collectives, one after the other: of those that kernels wait for, or of those that may hide behind
-    kernels. Attention waits for Ulysses' tokens; what a ring sends next may hide behind attention to what it sent."""
+    """Seconds of collectives, one after the other: those that kernels wait for, or those that may overlap with kernels.
+
+    Attention waits for Ulysses' all-to-all. A ring's next message may overlap with attention to the last one.
+    """
     each = (
         _collective(*of, _stride(of[0], strategy), gpu, cluster)
         for of in load.exchanges.items()
@@ -427,7 +427,7 @@ _ULYSSES, _RING = "all_to_all", "send"  # which context parallelism alone sends
 
 
 def copy_seconds(load: Load, gpu: Gpu) -> Interval:
-    """Seconds of copies between GPU and CPU memory: both ways at once in the low bound."""
+    """Seconds of copies between GPU and CPU memory. In the low bound, both directions overlap."""
     there, back, peak = load.at("to device").nbytes, load.at("to host").nbytes, gpu.host_gbs * 1e9
     return Interval(low=HOST_LINK.per(max(there, back) / peak).low, high=HOST_LINK.per((there + back) / peak).high)
 
@@ -439,8 +439,8 @@ def host_seconds(load: Load, cluster: Cluster) -> Interval:
 
 
 def _stride(exchange: Exchange, strategy: Strategy) -> int:
-    """The distance of a group's ranks: HSDP's shards are neighbours, its replicas a shard group apart. Processes that
-    exchange heads are neighbours, and those of a ring of them a group apart."""
+    """The distance of a group's ranks. HSDP's shards are neighbours, and its replicas have the distance of a shard
+    group. In context parallelism, Ulysses' ranks are neighbours, and a ring's have the distance of a Ulysses group."""
     if exchange.name in (_ULYSSES, _RING):
         return 1 if exchange.name == _ULYSSES else strategy.cp // strategy.cp_ring
     replicas = strategy.dp_replicate > 1 and exchange.group_size == strategy.dp_replicate
@@ -449,11 +449,10 @@ def _stride(exchange: Exchange, strategy: Strategy) -> int:
 
 
 def _collective(exchange: Exchange, amount: Amount, stride: int, gpu: Gpu, cluster: Cluster) -> Interval:
-    """A ring of NCCL's over the group: within machines, and between them where it spans several.
+    """Seconds of a ring of NCCL over the group, within machines and, if it spans several, between them.
 
-    The bus carries `_bus_share` of the bytes; low has both links busy at once, and what leaves a machine leaves it
-    once; high is one ring over all GPUs, link after link.
-    Source: bus bandwidth as nccl-tests define it, doc/PERFORMANCE.md.
+    The bus carries `_bus_share` of the bytes. Low: both links are busy at once, and bytes leave a machine once. High:
+    one ring over all GPUs, one link after the other. Source: bus bandwidth as in nccl-tests, doc/PERFORMANCE.md.
     """
     size = exchange.group_size
     within = max(1, min(size, cluster.gpus_per_node // stride))
@@ -476,14 +475,14 @@ def _collective(exchange: Exchange, amount: Amount, stride: int, gpu: Gpu, clust
 
 
 def _bus_share(name: str, size: int) -> float:
-    """Bytes on the bus for each byte of the largest tensor of a collective over `size` processes."""
+    """Bytes on the bus per byte of the largest tensor of a collective over `size` processes."""
     if name in ("broadcast", "reduce", _RING):
         return 1.0
     return (2.0 if name == "all_reduce" else 1.0) * (size - 1) / size
 
 
 def _within(name: str, size: int, gpu: Gpu) -> tuple[str, Interval]:
-    """The link between the GPUs of one machine, and its bus bandwidth in bytes a second."""
+    """The link between the GPUs of one machine, and its bus bandwidth in bytes per second."""
     pcie = PCIE * (gpu.pcie_gbs * 1e9)
     if gpu.nvlink_one_way_gbs is None:
         return "pcie", pcie

@@ -1,5 +1,4 @@
-"""The work of a step: calls, FLOPs and bytes of operators and collectives, as arrays that a search can add and
-scale."""
+"""The work of a step: calls, FLOPs and bytes of operators and collectives, in arrays that can be added and scaled."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class Amount:
 
 
 class Keys(Generic[Key]):
-    """Ordered keys. Equal ones share this object, which is the key of caches."""
+    """Ordered keys. Equal keys share one object, by which results are cached."""
 
     def __init__(self, order: tuple[Key, ...]) -> None:
         self.order = order
@@ -87,7 +86,7 @@ def _keys(order: tuple[Any, ...]) -> Keys[Any]:
 
 @functools.lru_cache(maxsize=512)
 def _together(first: Keys[Any], second: Keys[Any]) -> tuple[Keys[Any], Rows]:
-    """The keys of both, those of the first before new ones of the second; and the rows of the second."""
+    """The keys of both, the first's before new ones of the second; and the rows of the second's keys."""
     named = _keys(first.order + tuple(key for key in second.order if key not in first.row))
     return named, np.array([named.row[key] for key in second.order], dtype=np.intp)
 
@@ -141,9 +140,9 @@ NOTHING = Load({}, {})
 class Work:
     """One optimizer step of one process: `micro` for every micro-batch, `last` in addition for the last, then `step`.
 
-    `micro` is encode, forward and backward; `last` is what waits for the last micro-batch, such as the reduction of
-    accumulated gradients; `step` is the optimizer's and the EMA's. All of it is linear: attempts at other micro-batch
-    sizes, depths and numbers of checkpointed blocks can be added and scaled. Negative results count as zero.
+    `micro` is encode, forward and backward. `last` waits for the last micro-batch, such as the reduction of accumulated
+    gradients. `step` is the optimizer's and the EMA's. All is linear: attempts at several micro-batch sizes, depths and
+    numbers of recomputed blocks can be added and scaled. Negative results count as zero.
     """
 
     micro: Load
@@ -165,12 +164,12 @@ class Work:
 
 
 def work_of(timeline: Timeline, strategy: Strategy) -> Work:
-    """The work of the last optimizer step that `timeline` recorded, by when `strategy` has optimizer state.
+    """The work of the last recorded optimizer step, in which `strategy` has optimizer state.
 
-    With several micro-batches recorded, `micro` is the mean of all but the last, and `last` what the last one does
-    beyond it. With one, nothing tells them apart but the engine's rules: ZeRO-0 and 1, and HSDP between its replicas,
-    reduce gradients once a step, all others in each micro-batch; what else an engine does only at the end (ZeRO's
-    copies of averaged gradients) then counts for every micro-batch. Raises ValueError for a timeline without a step.
+    With several recorded micro-batches, `micro` is the mean of all but the last, and `last` what the last one does in
+    addition. With one, the engine's rules decide: ZeRO-0 and 1, and HSDP between replicas, reduce gradients once per
+    step, all others in each micro-batch. What else an engine does only at the end (ZeRO's copies of averaged gradients)
+    then counts for every micro-batch. Raises ValueError for a timeline without a step.
     """
     micro_batches, step = _last_step(timeline.spans)
     loads = [_load(timeline, phases) for phases in micro_batches]
@@ -185,12 +184,12 @@ def work_of(timeline: Timeline, strategy: Strategy) -> Work:
 
 
 def load_of(timeline: Timeline, phases: Collection[str], phase: str) -> Load:
-    """What all spans of these phases do, as work of `phase`."""
+    """The work of all spans of these phases, as work of `phase`."""
     return _load(timeline, {i: phase for i, span in enumerate(timeline.spans) if span.phase in phases})
 
 
 def _last_step(spans: Iterable[Span]) -> tuple[list[dict[int, str]], dict[int, str]]:
-    """Phases by the number of their span: those of each micro-batch of the last step, and those of its end."""
+    """Phases by the number of their span: of each micro-batch of the last step, and of its end."""
     micro_batches: list[dict[int, str]] = []
     step: dict[int, str] = {}
     before = "init"
@@ -210,7 +209,7 @@ def _last_step(spans: Iterable[Span]) -> tuple[list[dict[int, str]], dict[int, s
 
 
 def _load(timeline: Timeline, phases: Mapping[int, str]) -> Load:
-    """What spans do, by number under the name of a phase."""
+    """The work of these spans, given by number, as work of the phases that they map to."""
     operations: defaultdict[Operation, Amount] = defaultdict(Amount)
     exchanges: defaultdict[Exchange, Amount] = defaultdict(Amount)
     for cost in timeline.operators:

@@ -1,13 +1,13 @@
-"""Changes of the sources of a store: what was added, removed and edited, so that only these are encoded.
+"""Finds what was added to, removed from and edited in the sources of a store, so that only these images are encoded.
 
 The store has a listing of each source: names, sizes and times of its files, and the indices of their images in the
-store. Where a listing agrees, nothing is read. Files that differ, if only in their times, are read, and compared with
+store. Where a listing agrees, nothing is read. Files that differ, if only in their times, are read and compared with
 the digests in the parts. An image with the same content keeps its index, whatever its name is now. The others get new
-indices, behind all others. A listing can be deleted at any time; then all files are read.
+indices after all others. A listing can be deleted at any time. Then all files are read.
 
-The schema with the changes waits in `growth-N.json` until all its parts are there. So a store is as it was before, or
-as it is after, whenever it is read. Parts are only added. The last file remains, and replaces a `schema.json` that was
-lost. Of two extractions that plan at once, one creates the next file.
+The schema with the changes waits in `growth-N.json` until all its parts exist. So whoever reads a store finds it as it
+was before, or as it is after. Parts are only added. The last growth file stays, and replaces a lost `schema.json`. If
+two extractions plan at once, one of them creates the next file.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from bigdit.store.schema import (
 
 Ints = npt.NDArray[np.int64]
 Digests = tuple[int, int]
-"""Of an image and of its captions or label; (0, 0) if they cannot be read."""
+"""The digests of an image and of its captions or label; (0, 0) if they cannot be read."""
 
-_NAMED = 3  # names of each kind of change
+_NAMED = 3  # the names that a message has for each kind of change
 _DAMAGED = OSError, EOFError, ValueError, zlib.error
 _READERS = 8  # threads that read files
-_AT_ONCE = 64  # items that a thread reads
+_CHUNK = 64  # items that a thread reads at a time
 _LINE = TypeAdapter(
     tuple[str, int, str, str, str] | tuple[str, int, str, str, str, list[tuple[int, int]]], config={"strict": True}
 )
@@ -70,10 +70,11 @@ _LINE = TypeAdapter(
 
 @dataclass
 class _Changes:
-    """A source beside the store. `places`: the index in the store of each of its images, −1 for new ones.
+    """What changed in a source. `places`: the index in the store of each of its images, −1 for new ones.
 
-    `listed`: its listing agrees. By indices that are gone: `gone`, the image that took the place or None; `names`.
-    `edited`: images that took a place, and whether their captions alone differ. `digests`: of images that were read.
+    `listed`: its listing agrees. `gone`: indices that are not used any more, each with the image that replaces it or
+    None. `names`: the names of gone images. `edited`: images that replace another, and whether only their captions
+    differ. `digests`: of the images that were read.
     """
 
     places: Ints
@@ -90,35 +91,36 @@ class _Changes:
 
 
 def grow(
-    root: Path, found: StoreSchema, asked: StoreSchema, source: SourceList, *, by_content: bool
+    root: Path, found: StoreSchema, requested: StoreSchema, source: SourceList, *, by_content: bool
 ) -> tuple[StoreSchema, list[str]]:
     """Begin the growth of the store `found` by the changes of its sources, and write their listings.
 
-    Returns its schema, and a line for each source that changed. `asked`: the schema of the run. With `by_content`, all
-    files are read. Raises UserError if the run has other settings or sources, if a file or part cannot be read, and as
-    begin_growth.
+    Returns the new schema, and a message for each source that changed. `requested`: the schema of the run. With
+    `by_content`, all files are read. Raises UserError if the run has other settings or sources, if a file or part
+    cannot be read, and as begin_growth.
     """
-    _check_sources(root, found, asked)
+    _check_sources(root, found, requested)
     count, known, all_changes = found.count, len(found.current), list[_Changes]()
     added, gone, lines = list[dict[str, Any]](), list[Run](), list[str]()
     for number, inner in enumerate(source.sources[:known]):
-        changes = _changes(root, found, asked, number, inner, by_content)
+        changes = _changes(root, found, requested, number, inner, by_content)
         new = changes.new
         if new or changes.gone:
-            lines.append(f"data.images[{number}] changed: {_line(inner, changes)}; only changes are encoded")
+            lines.append(f"data.images[{number}] changed: {_summary(inner, changes)}; only changes are encoded")
         if new:
-            added.append({"kind": "added", "count": len(new), "digest": _digest(inner, changes), "of": number})
+            digest = _digest_of_new(inner, changes)
+            added.append({"kind": "added", "count": len(new), "digest": digest, "of": number})
         at = {image: count + place for place, image in enumerate(new)}
         gone += _runs({index: -1 if by is None else at[by] for index, by in changes.gone.items()})
         changes.places[new] = np.arange(count, count := count + len(new))
         all_changes.append(changes)
     for inner in source.sources[known:]:
         all_changes.append(_Changes(np.arange(count, count := count + len(inner))))
-    schema = found.model_copy(update={"sources": [*found.sources, *added, *asked.sources[known:]]})
-    if added or gone or asked.sources != schema.current:
-        schema = schema.model_copy(update={"changes": [*found.changes, Change(sources=asked.sources, gone=gone)]})
+    schema = found.model_copy(update={"sources": [*found.sources, *added, *requested.sources[known:]]})
+    if added or gone or requested.sources != schema.current:
+        schema = schema.model_copy(update={"changes": [*found.changes, Change(sources=requested.sources, gone=gone)]})
     schema = as_read(schema)
-    begin_growth(root, found, schema)  # before the listings: those of an extraction that is refused are not written
+    begin_growth(root, found, schema)  # may refuse the extraction, so it comes before the listings
     for number, (inner, changes) in enumerate(zip(source.sources, all_changes, strict=True)):
         if not changes.listed or schema.changes != found.changes:
             _write_listing(root, schema, number, inner, changes.places)
@@ -126,7 +128,7 @@ def grow(
 
 
 def not_encoded(root: Path, source: SourceList) -> list[str]:
-    """A line for each source whose files differ in name, size or time from those that were encoded."""
+    """A message for each source whose files differ in name, size or time from those that were encoded."""
     schema = latest_schema(root)
     if schema is None:
         return []
@@ -146,7 +148,7 @@ def write_listings(root: Path, schema: StoreSchema, source: SourceList) -> None:
 
 
 def remove_old_listings(root: Path, schema: StoreSchema) -> None:
-    """Remove the listings of the store before its last change."""
+    """Remove the listings from before the last change of the store."""
     kept = {_listing(root, schema, number).name for number in range(len(schema.current))}
     for path in (root / INDEX).glob("source-*.jsonl.gz"):
         if path.name not in kept:
@@ -154,8 +156,8 @@ def remove_old_listings(root: Path, schema: StoreSchema) -> None:
 
 
 @dataclass(frozen=True)
-class _Gone(Item):
-    """An image that was encoded once, and is no longer in its source."""
+class _GoneItem(Item):
+    """An image that was encoded, and is no longer in its source."""
 
     index: int
     name: str = "an image"
@@ -169,7 +171,7 @@ class Numbered:
     """The images of sources by their indices in the store."""
 
     def __init__(self, source: SourceList, places: Ints) -> None:
-        """`places`: by index, the number of the image in `source`; −1 where it is gone."""
+        """`places`: for each index, the number of the image in `source`; −1 where it is gone."""
         self._source, self._places = source, places
 
     def items(self, start: int, end: int) -> list[Item]:
@@ -178,7 +180,7 @@ class Numbered:
         places = enumerate(self._places[start:end].tolist(), start)
         for after, run in itertools.groupby(places, lambda pair: pair[1] - pair[0] if pair[1] >= 0 else None):
             indices = [index for index, _ in run]
-            items: Iterable[Item] = map(_Gone, indices)
+            items: Iterable[Item] = map(_GoneItem, indices)
             if after is not None:
                 items = self._source.items(indices[0] + after, indices[-1] + after + 1)
             found += [replace(item, index=index) for item, index in zip(items, indices, strict=True)]  # type: ignore[type-var]
@@ -190,7 +192,7 @@ Items = SourceList | Numbered
 
 
 def numbered(root: Path, schema: StoreSchema, source: SourceList) -> Items:
-    """The items of `source` by their indices in the store. Raises UserError if they are not known any more."""
+    """The items of `source` by their indices in the store. Raises UserError if a listing of them is lost."""
     if not schema.changes:
         return source
     places, first = np.full(schema.count, -1), 0
@@ -206,26 +208,26 @@ def numbered(root: Path, schema: StoreSchema, source: SourceList) -> Items:
     return Numbered(source, places)
 
 
-def _check_sources(root: Path, found: StoreSchema, asked: StoreSchema) -> None:
-    """Raise UserError if the run has other settings than the store, fewer sources, or others."""
-    check_same(root, found.asked(asked.sources), as_read(asked))
-    for there, here in zip(found.current, asked.sources, strict=False):
+def _check_sources(root: Path, found: StoreSchema, requested: StoreSchema) -> None:
+    """Raise UserError if the run has other settings or sources than the store, or fewer sources."""
+    check_same(root, found.requested(requested.sources), as_read(requested))
+    for there, here in zip(found.current, requested.sources, strict=False):
         if there.keys() != here.keys() or any(there[key] != here[key] for key in there if key not in _FILES):
-            check_same(root, found.asked(), as_read(asked))
-    if len(found.current) > len(asked.sources):
-        check_same(root, found.asked(), as_read(asked))
+            check_same(root, found.requested(), as_read(requested))
+    if len(found.current) > len(requested.sources):
+        check_same(root, found.requested(), as_read(requested))
 
 
-_FILES = "count", "digest"  # what changes with the files of a source
+_FILES = "count", "digest"  # the keys that change with the files of a source
 
 
 def _changes(
-    root: Path, found: StoreSchema, asked: StoreSchema, number: int, inner: Source, by_content: bool
+    root: Path, found: StoreSchema, requested: StoreSchema, number: int, inner: Source, by_content: bool
 ) -> _Changes:
-    """What changed in one source since its listing. Raises UserError if only its settings did."""
-    same, agrees = asked.sources[number] == found.current[number], _agrees(_listing(root, found, number), inner)
+    """What changed in one source since its listing. Raises UserError if only its settings changed."""
+    same, agrees = requested.sources[number] == found.current[number], _agrees(_listing(root, found, number), inner)
     if agrees and not same:
-        check_same(root, found.asked(), as_read(asked))
+        check_same(root, found.requested(), as_read(requested))
     live = _live(found, number)
     if agrees and not by_content and not found.changes:
         return _Changes(live, listed=True)
@@ -233,7 +235,7 @@ def _changes(
     if agrees and not by_content and before is not None:
         return _Changes(_indices(before), listed=True)
     if before is None:
-        # The same names and sizes as when nothing had changed yet are in the same order.
+        # Before the first change, files with the same names and sizes are in the same order.
         unlisted = (replace(entry, times="", name=entry.name) for entry in inner.entries())
         before = list(_with_indices(unlisted, live)) if same and len(live) == len(inner) and not found.changes else []
         lost = np.setdiff1d(live, _indices(before))
@@ -244,7 +246,7 @@ def _changes(
 def _compared(
     root: Path, found: StoreSchema, inner: Source, before: list[tuple[Entry, Ints]], by_content: bool
 ) -> _Changes:
-    """As `_changes`, by names, sizes and times, and by content where they differ."""
+    """As `_changes`. Compares names, sizes and times, and the content where they differ."""
     absent = np.zeros(found.count, bool)
     for start, end in missing(root, found.ranges()):
         absent[start:end] = True
@@ -268,13 +270,13 @@ def _compared(
     known = _contents(root, found, [index for index in changes.gone if not absent[index]])
     if known:
         changes.digests = _digests(inner, changes.new)
-    _keep_same(changes, paired, known)
-    _pair(changes, paired, known)
+    _keep_unchanged(changes, paired, known)
+    _find_replacements(changes, paired, known)
     return changes
 
 
-def _keep_same(changes: _Changes, paired: dict[int, int], known: dict[int, Digests]) -> None:
-    """Give images whose content is in the store their index, first that of the same name."""
+def _keep_unchanged(changes: _Changes, paired: dict[int, int], known: dict[int, Digests]) -> None:
+    """Give images whose content is in the store their index, first to those of the same name."""
     for image, index in paired.items():
         if known[index] == changes.digests[image]:
             changes.places[image] = index
@@ -291,8 +293,8 @@ def _keep_same(changes: _Changes, paired: dict[int, int], known: dict[int, Diges
 _UNREADABLE: Digests = (0, 0)
 
 
-def _pair(changes: _Changes, paired: dict[int, int], known: dict[int, Digests]) -> None:
-    """Find what took the place of indices that are gone: the image of the same name, or the same image."""
+def _find_replacements(changes: _Changes, paired: dict[int, int], known: dict[int, Digests]) -> None:
+    """Find what replaces indices that are gone: the image of the same name, or the same image."""
     images: dict[int, deque[int]] = defaultdict(deque)
     by_name = {index: image for image, index in paired.items() if changes.places[image] < 0}
     for gone in sorted(changes.gone):
@@ -325,16 +327,20 @@ def _contents(root: Path, found: StoreSchema, indices: Sequence[int]) -> dict[in
 
 def _digests(inner: Source, images: Sequence[int]) -> dict[int, Digests]:
     """The digests of some images of a source. Raises UserError if one cannot be read."""
-    asked = [images[at : at + _AT_ONCE] for at in range(0, len(images), _AT_ONCE)]
+    chunks = [images[at : at + _CHUNK] for at in range(0, len(images), _CHUNK)]
     found: dict[int, Digests] = {}
+
+    def read(numbers: Sequence[int]) -> dict[int, Digests]:
+        return {item.index: _digests_of(item) for item in _items(inner, numbers)}
+
     with ThreadPoolExecutor(_READERS, "compare") as threads, log.progress("compare", len(images), "files") as advance:
-        for some in threads.map(lambda numbers: {item.index: _content(item) for item in _items(inner, numbers)}, asked):
+        for some in threads.map(read, chunks):
             found |= some
             advance(len(some))
     return found
 
 
-def _content(item: Item) -> Digests:
+def _digests_of(item: Item) -> Digests:
     try:
         return item.read().digests()
     except Unusable:
@@ -342,14 +348,14 @@ def _content(item: Item) -> Digests:
 
 
 def _items(inner: Source, images: Sequence[int]) -> Iterator[Item]:
-    """Some items of a source, in as few reads as it takes."""
+    """Some items of a source, in as few reads as possible."""
     for _, group in itertools.groupby(enumerate(images), lambda pair: pair[1] - pair[0]):
         numbers = [image for _, image in group]
         yield from inner.items(numbers[0], numbers[-1] + 1)
 
 
-def _digest(inner: Source, changes: _Changes) -> str:
-    """A digest of the new images: of their names, of what lists them, and of the content of edited ones."""
+def _digest_of_new(inner: Source, changes: _Changes) -> str:
+    """A digest of the new images: of their names, their entries, and the content of edited ones."""
     listed = [(entry, len(indices)) for entry, indices in _with_indices(inner.entries(), np.arange(len(inner)))]
     ends = np.cumsum([count for _, count in listed])
     taken = set(changes.gone.values())
@@ -362,7 +368,7 @@ def _digest(inner: Source, changes: _Changes) -> str:
 
 
 def _runs(gone: dict[int, int]) -> list[Run]:
-    """Runs [start, end, by] of indices that are gone, by what took their places, −1 for nothing."""
+    """Runs [start, end, by] of indices that are gone. `by`: the index that replaces the first, −1 for none."""
     runs: list[Run] = []
     for index, by in sorted(gone.items()):
         start, end, first = runs[-1] if runs else (-1, -1, -1)
@@ -373,7 +379,7 @@ def _runs(gone: dict[int, int]) -> list[Run]:
     return runs
 
 
-def _line(inner: Source, changes: _Changes) -> str:
+def _summary(inner: Source, changes: _Changes) -> str:
     """`2 added: x.png, y.png; 1 removed: b.png; 1 edited: the caption of a.png`."""
     taken = {by for by in changes.gone.values() if by is not None}
     new = [image for image in changes.new if image not in taken]
@@ -383,15 +389,11 @@ def _line(inner: Source, changes: _Changes) -> str:
         f"the caption of {_name(inner, image)}" if alone else _name(inner, image)
         for image, alone in changes.edited[:_NAMED]
     ]
-    kinds = (
-        ("added", len(new), added),
-        ("removed", len(removed), removed),
-        ("edited", len(changes.edited), edited),
-    )
-    return "; ".join(f"{count} {what}: {_first(names, count)}" for what, count, names in kinds if count)
+    kinds = (("added", len(new), added), ("removed", len(removed), removed), ("edited", len(changes.edited), edited))
+    return "; ".join(f"{count} {what}: {_first_names(names, count)}" for what, count, names in kinds if count)
 
 
-def _first(names: Sequence[str], count: int) -> str:
+def _first_names(names: Sequence[str], count: int) -> str:
     return shown(", ".join(names[:_NAMED])).replace("\n", "\\n") + (", …" if count > _NAMED else "")
 
 
@@ -416,7 +418,7 @@ Listed = tuple[Entry, Ints]
 
 
 def _listing(root: Path, schema: StoreSchema, number: int) -> Path:
-    """The listing of a source as of the last change."""
+    """The listing of a source after the last change."""
     changes = f".{len(schema.changes)}" if schema.changes else ""
     return root / INDEX / f"source-{number}{changes}.jsonl.gz"
 
@@ -429,7 +431,7 @@ def _with_indices(entries: Iterable[Entry], indices: Ints) -> Iterator[Listed]:
 
 
 def _keyed(listed: Iterable[Listed]) -> Iterator[tuple[tuple[str, int], Listed]]:
-    """Files with unique keys: files of several folders may have the same name."""
+    """Files with unique keys, since files of several folders may have the same name."""
     seen: Counter[str] = Counter()
     for entry, indices in listed:
         yield (entry.name, seen[entry.name]), (entry, indices)
@@ -452,7 +454,7 @@ def _agrees(path: Path, inner: Source) -> bool:
 
 
 def _write_listing(root: Path, schema: StoreSchema, number: int, inner: Source, indices: Ints) -> None:
-    """Write the listing of a source; of a store that changed with runs [first index, indices], in order otherwise."""
+    """Write the listing of a source. Once a store has changed, each file has runs [first index, number of indices]."""
     path = _listing(root, schema, number)
     with own_folder(root) as own, replacing(path, own) as new, gzip.open(new, "wt", compresslevel=1) as file:
         for entry, here in _with_indices(inner.entries(), indices):
@@ -461,15 +463,15 @@ def _write_listing(root: Path, schema: StoreSchema, number: int, inner: Source, 
 
 
 def _indices_in_runs(indices: Ints) -> list[tuple[int, int]]:
-    """Runs (first index, indices)."""
-    if len(indices) == 1:  # of a million images that are files, in a second
+    """Runs (first index, number of indices)."""
+    if len(indices) == 1:  # most files are one image, and numpy would take seconds for a million
         return [(int(indices[0]), 1)]
     runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
     return [(int(run[0]), len(run)) for run in runs if len(run)]
 
 
 def _read_listing(root: Path, schema: StoreSchema, number: int) -> list[Listed] | None:
-    """The files of a listing; None if it is missing, damaged, or of other images."""
+    """The files of a listing; None if it is missing, damaged, or lists other images."""
     live, listed, runs = _live(schema, number), list[Entry](), list[tuple[int, int]]()
     with contextlib.suppress(*_DAMAGED), gzip.open(_listing(root, schema, number), "rt") as file:
         for line in file:
@@ -490,13 +492,16 @@ def _read_listing(root: Path, schema: StoreSchema, number: int) -> list[Listed] 
 
 
 def latest_schema(root: Path) -> StoreSchema | None:
-    """The schema that extractions complete: of the last growth, else the store's. Raises UserError if it is damaged."""
+    """The schema that extractions complete: the last growth's, or else the store's. Raises UserError if damaged."""
     last = _last_growth(root)
     return read_schema(root, _growth(last)) if last else read_schema(root)
 
 
 def begin_growth(root: Path, found: StoreSchema, grown: StoreSchema) -> None:
-    """Let extractions complete `grown`, which follows the latest schema `found`. Raises UserError if another began."""
+    """Make `grown` the latest schema after `found`, for extractions to complete.
+
+    Raises UserError if another growth began meanwhile, or the schema is too large.
+    """
     if grown == found:
         return
     text, last = schema_text(grown), _last_growth(root)
@@ -505,7 +510,7 @@ def begin_growth(root: Path, found: StoreSchema, grown: StoreSchema) -> None:
             f"data.features: the removed images of {root} are too many for its schema; choose another data.features"
         )
     if latest_schema(root) == found:
-        _remove_others(root, found, grown)
+        _remove_old_parts(root, found, grown)
         with own_folder(root) as workspace:
             create_text(root / _growth(last + 1), text, workspace)
     if latest_schema(root) != grown:
@@ -513,7 +518,7 @@ def begin_growth(root: Path, found: StoreSchema, grown: StoreSchema) -> None:
 
 
 def commit_growth(root: Path, grown: StoreSchema) -> None:
-    """Make `grown`, the latest schema, whose parts are all there, the schema of the store."""
+    """Make `grown`, the latest schema, the schema of the store. All its parts exist."""
     if read_schema(root) != grown:
         with own_folder(root) as workspace:
             write_text(root / FILE, schema_text(grown), workspace)
@@ -525,28 +530,26 @@ def _growth(number: int) -> str:
     return f"growth-{number:06d}.json"
 
 
-def _growth_number(name: str) -> int:
-    found = GROWTH.fullmatch(name)
-    return int(found[1]) if found else 0
-
-
 def _last_growth(root: Path) -> int:
+    """The number of the last growth file; 0 without one."""
     try:
-        return max(map(_growth_number, os.listdir(root)), default=0)
+        return max((int(found[1]) for name in os.listdir(root) if (found := GROWTH.fullmatch(name))), default=0)
     except (FileNotFoundError, NotADirectoryError):
         return 0
 
 
-def _remove_others(root: Path, found: StoreSchema, grown: StoreSchema) -> None:
-    """Remove parts behind those of `found` that are not of `grown`: their growth was deleted by hand."""
-    wanted = set(grown.ranges())
+def _remove_old_parts(root: Path, found: StoreSchema, grown: StoreSchema) -> None:
+    """Remove parts after those of `found` that do not belong to `grown`: their growth was deleted by hand."""
+    ranges = set(grown.ranges())
     for name in os.listdir(root):
-        of = part_range(name)
-        if of is not None and of[0] >= found.count and not (of in wanted and _is_of(root / name, grown, of[0])):
+        here = part_range(name)
+        if here is None or here[0] < found.count:
+            continue
+        if here not in ranges or not _belongs_to(grown, root / name, here[0]):
             (root / name).unlink(missing_ok=True)
 
 
-def _is_of(path: Path, schema: StoreSchema, start: int) -> bool:
+def _belongs_to(schema: StoreSchema, path: Path, start: int) -> bool:
     try:
         check_part(read_header(path), part_identity(schema, start))
     except UserError:

@@ -1,11 +1,11 @@
-"""Files of a store, for reads at offsets: on this machine, or in S3, GCS, Azure or a folder by URL.
+"""Files of a store, for reads at offsets: on this machine, or by URL in S3, GCS, Azure or a folder.
 
 `pread` copies from the page cache into the batch in one system call, while other threads run. `mmap` saves this call,
-which matters for small rows of cached files. For files that are not cached it reads too much. If a mapped file is cut,
-or its network fails, the process is killed (SIGBUS); pread raises an error instead.
+which matters for small rows of cached files. It reads too much of files that are not cached. If a mapped file is cut,
+or its network fails, the process is killed (SIGBUS). With pread an error is raised.
 
-Remote files are cached in a bounded folder. Blocks that are read, or will be soon, are fetched in parallel into sparse
-copies of the parts. The least recently read copies are dropped. obstore reads credentials from the environment.
+Remote files are cached in a folder of limited size. Blocks that are read now or soon are fetched in parallel into
+sparse copies of the parts. The least recently read copies are dropped. obstore reads credentials from the environment.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class File(Protocol):
     """An open file for reads at offsets. It closes when nothing refers to it. Threads may share it."""
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` with the bytes from `offset` on. Raises UserError if there are fewer, or they are
-        unreadable."""
+        """Fill `memory` with the bytes from `offset` on. Raises UserError if there are too few, or on a read error."""
         ...
 
     def advise(self, offset: int, nbytes: int) -> None:
@@ -50,7 +49,7 @@ class File(Protocol):
 
 
 class PreadFile:
-    """Reads by system calls. The kernel gets the advice that offsets are random, so it does not read ahead."""
+    """Reads by system calls. It advises the kernel that offsets are random, so the kernel does not read ahead."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -150,13 +149,13 @@ def _open(path: Path) -> int:
 
 
 BLOCK = 1 << 20
-"""The fewest bytes of a request. Its latency is tens of milliseconds, like the transfer of a megabyte."""
+"""The fewest bytes of a request. A request takes tens of milliseconds, as the transfer of a megabyte does."""
 
 _FETCHERS = 16  # parallel requests, to hide their latency
 
 
 def url_of(root: Path) -> str | None:
-    """The URL that a path was written as, since Path merges its slashes; None for a path on this machine."""
+    """The URL that a path stands for, since Path merges its slashes; None for a path on this machine."""
     found = re.fullmatch(r"(s3|gs|az|file):(/+)(.+)", str(root))
     if found is None:
         return None
@@ -179,7 +178,7 @@ def open_remote(root: Path, cache_bytes: int) -> RemoteParts | None:
 
 
 class RemoteParts:
-    """Files of a store in an object store of obstore, by name. `root`: the folder of fetched files."""
+    """The files of a store at a URL, by name. `root`: the folder of fetched files."""
 
     def __init__(self, url: str, store: Any, cache_bytes: int) -> None:
         self.url = url
@@ -187,7 +186,7 @@ class RemoteParts:
         self.root = Path(tempfile.mkdtemp(prefix="bigdit-remote-"))
         weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
         self._limit = cache_bytes
-        self._held = 0
+        self.held_bytes = 0  # of parts in the cache
         self._files: OrderedDict[str, RemoteFile] = OrderedDict()  # least recently read first
         self._lock = threading.Lock()
         self.fetchers = ThreadPoolExecutor(_FETCHERS, "fetch")
@@ -197,7 +196,7 @@ class RemoteParts:
         return self.url
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file. Raises UserError if they cannot be listed, or one does not fit into the cache."""
+        """Bytes of each file. Raises UserError if they cannot be listed, or if two of the largest exceed the cache."""
         import obstore
 
         try:
@@ -250,19 +249,14 @@ class RemoteParts:
         """Count `nbytes` more of `file`, and drop the least recently read files."""
         with self._lock:
             self._files.move_to_end(file.name)
-            self._held += nbytes
+            self.held_bytes += nbytes
             oldest = [each for each in self._files.values() if each is not file]
         for each in oldest:
-            if self._held <= self._limit:
+            if self.held_bytes <= self._limit:
                 break
             freed = each.drop()
             with self._lock:
-                self._held -= freed
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of parts in the cache."""
-        return self._held
+                self.held_bytes -= freed
 
 
 class RemoteFile:
@@ -317,14 +311,14 @@ class RemoteFile:
                     else:
                         runs.append([number])
             for run in runs:
-                fetched = self._parts.fetchers.submit(self._bring, run[0], run[-1] + 1)
-                self._blocks |= dict.fromkeys(run, fetched)
+                future = self._parts.fetchers.submit(self._download, run[0], run[-1] + 1)
+                self._blocks |= dict.fromkeys(run, future)
             found = {number: self._blocks[number] for number in wanted}
         if runs:
             self._parts.make_room(self, sum(self._bytes_of(number) for run in runs for number in run))
         return found
 
-    def _bring(self, first: int, end: int) -> None:
+    def _download(self, first: int, end: int) -> None:
         data = self._parts.get(self.name, first * BLOCK, (end - first) * BLOCK)
         try:
             os.pwrite(self._descriptor, data, first * BLOCK)

@@ -1,6 +1,6 @@
 """Reads and checks the header of a safetensors file: the place of each tensor, without its data.
 
-Nothing in it is trusted: sizes must match the file's, offsets must tile it, and a part must have all its tensors.
+Nothing in it is trusted. Sizes must match the file, offsets must cover it without gaps, and a part must be complete.
 Source: https://github.com/huggingface/safetensors, section Format.
 """
 
@@ -28,12 +28,12 @@ from bigdit.store.tensors import DTYPES
 from bigdit.store.text import TEXT, Cut, Lengths, column_name
 
 LONGEST_HEADER = 16 << 20
-"""Bytes. A part of 256 samples has about 2 kB. A damaged length must not take all memory."""
+"""In bytes. A part of 256 samples has about 2 kB. A damaged length must not take all memory."""
 
 FIRST_READ = 64 << 10
 """Bytes of the first read of a part: header and tables of 256 samples with five captions each."""
 
-Wanted = dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]]
+Expected = dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]]
 """Columns by name: the dtypes that each may have, and its shape. None stands for any size."""
 
 _CUT = TypeAdapter(Cut)
@@ -67,7 +67,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Header:
-    """Columns and metadata of the file at `path`. `start`: its first bytes, the header's and some of the data's."""
+    """Columns and metadata of the file at `path`. `start`: its first bytes, with the header and some data."""
 
     path: Path
     columns: dict[str, Column]
@@ -118,7 +118,7 @@ def damaged(path: Path, what: str) -> UserError:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of any safetensors file. Raises UserError if it cannot be read, or does not describe the file."""
+    """The header of a safetensors file. Raises UserError if it cannot be read, or does not describe the file."""
     try:
         with open_file(path) as file:
             descriptor = file.fileno()
@@ -152,7 +152,7 @@ def _parsed(path: Path, start: bytes, size: int) -> Header:
         if not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("metadata is not text")
         columns = {name: _column(entry, 8 + length) for name, entry in entries.items()}
-        end = _tiled(columns.values(), 8 + length)
+        end = _end_of(columns.values(), 8 + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f" ({error.args[0]})" if type(error) is ValueError and error.args else ""
         raise damaged(path, f"has a damaged header{why}") from None
@@ -163,14 +163,14 @@ def _parsed(path: Path, start: bytes, size: int) -> Header:
 
 
 def check_part(header: Header, identity: str | None = None) -> None:
-    """Raise UserError if a file has another `identity` than its place in the store (None: any), or lacks a column."""
+    """Raise UserError if a part has another `identity` (None: any) or range, or lacks a column."""
     path, columns, metadata = header.path, header.columns, header.metadata
     if identity is not None and metadata.get("store") != identity:
         raise damaged(path, "belongs to another store: its images, encoders or buckets differ")
     found_range, named = metadata.get("range"), range_text(path.name)
     if found_range != named:
         raise damaged(path, f"is another part: it holds the images {str(found_range)[:40]}, not {named}")
-    for name, (dtypes, dims) in (_wanted_texts(header) | _wanted_latents(header)).items():
+    for name, (dtypes, dims) in (_expected_texts(header) | _expected_latents(header)).items():
         found = columns.get(name)
         if found is None:
             raise damaged(path, f"has a damaged header: {name} is missing")
@@ -181,12 +181,12 @@ def check_part(header: Header, identity: str | None = None) -> None:
             raise damaged(path, f"has a damaged header: {name} is {found.dtype} {list(found.shape)}")
 
 
-def _wanted_texts(header: Header) -> Wanted:
+def _expected_texts(header: Header) -> Expected:
     """The columns of digests, captions and texts."""
     path, columns = header.path, header.columns
     captions = columns["caption"].shape[0] if "caption" in columns and columns["caption"].shape else None
     start, end = part_range(path.name) or (0, 0)
-    wanted: Wanted = {
+    expected: Expected = {
         "digests": ((torch.int64,), (3,)),
         "content": ((torch.int64,), (end - start, 2)),
         "caption": ((torch.int64,), (None, 5)),
@@ -196,25 +196,25 @@ def _wanted_texts(header: Header) -> Wanted:
         if name != TEXT:
             if not _STREAM.fullmatch(f"stream/{name}"):
                 raise damaged(path, f"has a damaged header: {f'stream/{name}'[:80]!r} is no name of a stream")
-            wanted[f"stream/{name}"] = ((torch.int64,), (captions, 3))
+            expected[f"stream/{name}"] = ((torch.int64,), (captions, 3))
         text = column_name("text", name)
-        wanted[text] = ((torch.bfloat16, torch.float8_e4m3fn), (None, None))
+        expected[text] = ((torch.bfloat16, torch.float8_e4m3fn), (None, None))
         if text in columns and columns[text].dtype == torch.float8_e4m3fn:
-            wanted[column_name("text_scale", name)] = ((torch.float32,), (columns[text].shape[0],))
+            expected[column_name("text_scale", name)] = ((torch.float32,), (columns[text].shape[0],))
     if "pooled" in columns:
-        wanted["pooled"] = ((torch.bfloat16,), (captions, None))
-    return wanted
+        expected["pooled"] = ((torch.bfloat16,), (captions, None))
+    return expected
 
 
-def _wanted_latents(header: Header) -> Wanted:
-    """The columns of each shape: latents, rows, and, if any shape has them, labels, and first frames or references."""
+def _expected_latents(header: Header) -> Expected:
+    """The columns of each shape: latents, rows, and if any shape has them, labels and first frames or references."""
     path, columns = header.path, header.columns
     frames = tuple(f"{each}/" for each in ("frame", *FRAME_COLUMNS))
     labelled, framed = (any(name.startswith(kind) for name in columns) for kind in ("label/", frames))
     first, masked, edited, filled = (
         any(name.startswith(f"{kind}/") for name in columns) for kind in (FIRST_FRAME, LOSS_MASK, REFERENCE, FILL)
     )
-    wanted: Wanted = {}
+    expected: Expected = {}
     for name in [name for name in columns if name.startswith(("latent/", "row/", "label/", *frames))]:
         if not _SHAPED.fullmatch(name):
             raise damaged(path, f"has a damaged header: {name[:80]!r} names no shape")
@@ -222,31 +222,31 @@ def _wanted_latents(header: Header) -> Wanted:
         latent, row, label = (f"{kind}/{name.partition('/')[2]}" for kind in ("latent", "row", "label"))
         count = columns[latent].shape[0] if latent in columns and columns[latent].shape else None
         deviation = (2,) if latent in columns and len(columns[latent].shape) == len(shape) + 2 else ()
-        wanted[latent] = ((torch.bfloat16, torch.float32), (None, *deviation, *shape))
-        wanted[row] = ((torch.int64,), (count, 4))
+        expected[latent] = ((torch.bfloat16, torch.float32), (None, *deviation, *shape))
+        expected[row] = ((torch.int64,), (count, 4))
         if labelled:
-            wanted[label] = ((torch.int64,), (count,))
-        bare = isinstance(shape, EditShape) and not shape.references  # no edits among others
-        if framed and (masked or not bare):
+            expected[label] = ((torch.int64,), (count,))
+        no_edit = isinstance(shape, EditShape) and not shape.references  # among edits
+        if framed and (masked or not no_edit):
             sides = name.partition("/")[2]
-            wanted[f"frame/{sides}"] = ((torch.int64,), (count,))
+            expected[f"frame/{sides}"] = ((torch.int64,), (count,))
             if masked:
-                wanted[f"{LOSS_MASK}/{sides}"] = ((torch.bfloat16,), (count, *shape[-2:]))
-            if edited and bare:
+                expected[f"{LOSS_MASK}/{sides}"] = ((torch.bfloat16,), (count, *shape[-2:]))
+            if edited and no_edit:
                 continue
             if edited:
-                wanted[f"{REFERENCE}/{sides}"] = ((torch.bfloat16,), (count, None, shape[0], None, None))
+                expected[f"{REFERENCE}/{sides}"] = ((torch.bfloat16,), (count, None, shape[0], None, None))
             elif filled:
-                wanted[f"{FILL}/{sides}"] = ((torch.bfloat16,), (count, None, *shape[-2:]))
+                expected[f"{FILL}/{sides}"] = ((torch.bfloat16,), (count, None, *shape[-2:]))
             elif first or not masked:
-                wanted[f"{FIRST_FRAME}/{sides}"] = ((torch.bfloat16,), (count, *shape))
+                expected[f"{FIRST_FRAME}/{sides}"] = ((torch.bfloat16,), (count, *shape))
         if framed and name.startswith(FRAME_COLUMNS[1]):
-            wanted[name] = ((torch.bfloat16,), (count, None, None))
-    return wanted
+            expected[name] = ((torch.bfloat16,), (count, None, None))
+    return expected
 
 
 def _on_a_line(text: object) -> str:
-    """A name or a reason on one line of UTF-8: file names may have any bytes."""
+    """A name or a reason on one line of UTF-8, since file names may have any bytes."""
     return shown(str(text)).replace("\n", "\\n")
 
 
@@ -276,8 +276,8 @@ def _column(entry: Mapping[str, Any], data_start: int) -> Column:
     return column
 
 
-def _tiled(columns: Any, start: int) -> int:
-    """The end of columns that follow one another from `start` on, without holes or overlaps."""
+def _end_of(columns: Any, start: int) -> int:
+    """The end of columns that follow one another from `start` on. Raises ValueError for holes and overlaps."""
     for column in sorted(columns, key=lambda column: (column.offset, column.nbytes)):
         if column.offset != start:
             raise ValueError("offsets overlap or leave a hole")

@@ -1,11 +1,11 @@
-"""Leases of workers. Each worker has a folder in the store, whose name tells whether its process still lives.
+"""Leases of workers. Each worker has a folder in the store. Its name tells whether the worker's process still lives.
 
-`workers/NAME/part-…` marks a range that a worker encodes. It is also the file that it writes, and renames to its place
-when it is complete. The files of a dead worker are removed once the kernel of this machine says that its process is
-gone. No clock is involved. The processes of other machines are unknown.
+`workers/NAME/part-…` marks a range that a worker encodes. The worker writes the part into this file, and renames it
+when it is complete. The files of a dead worker are removed when the kernel of this machine says that its process is
+gone. No clock is involved. Nothing is known of processes on other machines.
 
-`pull` picks the next range, without a server or a lock. Two workers may encode the same range: both write the whole
-part under one name, and on a CPU the same bytes.
+`pull` picks the next range, without a server or a lock. Two workers may encode the same range. Then both write the
+whole part under one name, and on a CPU the same bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Fate = Literal["alive", "dead", "unknown"]
 class WorkerName:
     """The name of a process, unique among all machines.
 
-    `boot` and `space` (the pid namespace) tell where `pid` counts. `started`, in clock ticks since boot, distinguishes
+    `pid` counts within `boot` and `space`, the pid namespace. `started`, in clock ticks since boot, distinguishes
     processes that had the same pid. `token` is random.
     """
 
@@ -76,7 +76,7 @@ class WorkerName:
 
 @dataclass(frozen=True)
 class Lease:
-    """A worker's folder: its process's name and fate, the marks of its ranges, the bytes of its files."""
+    """A worker's folder: the name and fate of its process, the marks of its ranges, the bytes of its files."""
 
     folder: Path
     worker: WorkerName
@@ -87,7 +87,7 @@ class Lease:
 
 @contextlib.contextmanager
 def own_folder(root: Path) -> Iterator[Path]:
-    """A folder of this process in the store at `root`, which is removed at the end. Raises UserError on failure."""
+    """Make a folder of this process in the store at `root`, and remove it at the end. Raises UserError on failure."""
     folder = root / FOLDER / str(WorkerName.here())
     try:
         folder.mkdir(parents=True)
@@ -123,7 +123,7 @@ def all_marks(root: Path) -> set[str]:
 
 
 def remove_left(root: Path, *, other_machines: bool = False) -> list[Lease]:
-    """Remove the folders of dead workers, and with `other_machines` those of other machines."""
+    """Remove the folders of dead workers, and with `other_machines` those of unknown ones."""
     fates = ("dead", "unknown") if other_machines else ("dead",)
     left = [lease for lease in all_leases(root) if lease.fate in fates]
     for lease in left:
@@ -171,9 +171,9 @@ def missing(root: Path, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, in
 
 
 def pull(root: Path, ranges: Sequence[tuple[int, int]], generator: random.Random) -> Iterator[tuple[int, int]]:
-    """The missing ranges, one after another; the store is looked at before each.
+    """The missing ranges, one after another. The store is checked before each.
 
-    They begin at a random place, and at another one whenever the next range is done or leased. So independent
+    They begin at a random place, and go on at another one whenever the next range is done or leased. So independent
     extractions seldom collide. Leased ranges come last, since their workers may have died.
     """
     left, held = missing(root, ranges), []

@@ -1,7 +1,7 @@
 """One part of a store: the features of one range of the source, in one safetensors file.
 
-A part that has its name is complete. Its tensors in order, with shapes as in `latent/4x64x64`, or `latent/4x64x64r1` of
-rows with one reference where others have more:
+A file with the name of a part is complete. These are its tensors in order. SHAPE is as in `latent/4x64x64`, or as in
+`latent/4x64x64r1` for rows with one reference where others have more:
 
     digests      int64 [3]: xxh3 of the header, of the tables below, and of `captions`
     content      int64 [range, 2]: xxh3 of each image, and of its captions or label, in the source; 0 if unreadable
@@ -9,13 +9,13 @@ rows with one reference where others have more:
                  scale) and pooled, states that the mask shows
     row/SHAPE    int64 [n, 4]: source index, first caption, captions, xxh3 of the latents, seeded with the index
     label/SHAPE  int64 [n]: the class, if images have classes instead of captions
-    stream/NAME  int64 [m, 3]: start, length, states that the mask shows, of a further text encoder's sequence
+    stream/NAME  int64 [m, 3]: start, length, states that the mask shows, for the sequence of a further text encoder
     frame/SHAPE  int64 [n]: xxh3 of the row's columns from first_frame to fill, in this order, seeded with the index
     latent/SHAPE [n, C, H, W] or [n, C, F, H, W], bf16 (fp32 of the identity codec); [n, 2, …] of mean and deviation
     first_frame/SHAPE   bf16 [n, C, F, H, W]: latents of the first frame, followed by zeros, for image-to-video models
     image_embeds/SHAPE  bf16 [n, tokens, dim]: embeddings of the first frame by an image encoder, for some of them
     loss_mask/SHAPE     bf16 [n, H, W]: the weight of the loss at each latent, if images of the part have masks
-    reference/SHAPE     bf16 [n, references, C, h, w]: latents of the images that the row is an edit of, for edit models
+    reference/SHAPE     bf16 [n, references, C, h, w]: latents of the images before the edit, for edit models
     fill/SHAPE          bf16 [n, C + pixels a latent, H, W]: latents of the masked image, and its mask, for fill models
     text, text/NAME     [tokens, dim] bf16, or float8_e4m3fn with `text_scale…` fp32 [tokens]; each caption once
     pooled       bf16 [m, p], if the encoders give a vector
@@ -23,7 +23,7 @@ rows with one reference where others have more:
 
 Tables (`content`, `caption`, `row/…`, `label/…`, `stream/…`, `frame/…`) come first, so one small read opens a part.
 Digests cover every byte. The metadata has the range, the identity of encoders, buckets and images, the skipped images,
-the cut captions, and the lengths of all. The range must be that of the file's name.
+the cut captions, and the lengths of all captions. The range must be the one in the file's name.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ import torch
 
 from bigdit.catalog.conditions import FILL, LOSS_MASK
 from bigdit.catalog.families import REFERENCE
+from bigdit.sources.protocol import Caption
 from bigdit.store.tensors import Pieces, bytes_of, chained_digest, commit, header_bytes, row_digest
-from bigdit.store.text import Cut, Lengths, StoredCaption, Text, TextKey, caption_columns
+from bigdit.store.text import Cut, Lengths, Text, TextKey, caption_columns
 
 FIRST_FRAME = "first_frame"
 FRAME_COLUMNS = (FIRST_FRAME, "image_embeds", LOSS_MASK, REFERENCE, FILL)
@@ -55,7 +56,7 @@ Shape = tuple[int, int, int] | tuple[int, int, int, int]
 
 
 class EditShape(tuple[int, int, int]):
-    """The shape C×H×W of edits with fewer `references` than the most of their store. They are a bucket of their own."""
+    """The shape C×H×W of edits with fewer `references` than the most of their store. They have their own bucket."""
 
     references: int
 
@@ -88,14 +89,14 @@ class EncodedRange:
     """The features of one range.
 
     By shape: latents [n, *shape], or [n, 2, *shape] of mean and deviation; source indices; first frames or references
-    by the names of FRAME_COLUMNS, [n, …]. By index: captions; labels, if images have classes; `contents`, the digests
-    of the image and of its captions or label. `texts` has the text of each distinct caption, or of each
-    image's; `cuts` the captions that tokenizers cut, and `lengths` how long all are.
+    [n, …] by the names of FRAME_COLUMNS. By index: captions; labels, if images have classes; `contents`, the digests of
+    the image and of its captions or label. `texts`: the text of each distinct caption, or of each caption of each
+    image. `cuts` and `lengths`: which captions tokenizers cut, and how long all are.
     """
 
     latents: Mapping[Shape, torch.Tensor]
     indices: Mapping[Shape, list[int]]
-    captions: Mapping[int, tuple[StoredCaption, ...]]
+    captions: Mapping[int, tuple[Caption, ...]]
     texts: Mapping[TextKey, Text]
     skipped: list[Skipped]
     labels: Mapping[int, int] | None = None
@@ -122,7 +123,7 @@ def part_range(name: str) -> tuple[int, int] | None:
 
 
 def range_text(name: str) -> str:
-    """The range of a file's name as in the metadata, `256-512`; `0-0` if it is not a part's name."""
+    """The range in a file's name as the metadata has it, `256-512`; `0-0` if it is not a part's name."""
     start, end = part_range(name) or (0, 0)
     return f"{start}-{end}"
 
@@ -142,7 +143,7 @@ def parse_shape(name: str) -> Shape:
 
 
 def shape_name(shape: Shape) -> str:
-    """C×H×W as in tensor names and reports: `4x64x64`; with one reference, where others have more: `4x64x64r1`."""
+    """A shape in names of tensors and in reports: `4x64x64`; `4x64x64r1` for rows with one reference among more."""
     edits = f"{_EDITS}{shape.references}" if isinstance(shape, EditShape) else ""
     return "x".join(str(side) for side in shape) + edits
 
@@ -172,14 +173,14 @@ def write_part(
             labels = [encoded.labels[index] for index in indices]
             tensors[f"label/{shape_name(shape)}"] = Pieces.of(torch.tensor(labels, dtype=torch.int64))
     framed = encoded.frames or {}
-    for shape, kept in framed.items():
-        rows_of = zip(encoded.indices[shape], *(kept[name] for name in FRAME_COLUMNS if name in kept), strict=True)
+    for shape, frames in framed.items():
+        rows_of = zip(encoded.indices[shape], *(frames[name] for name in FRAME_COLUMNS if name in frames), strict=True)
         digests = [chained_digest(map(bytes_of, row), index) for index, *row in rows_of]
         tensors[f"frame/{shape_name(shape)}"] = Pieces.of(torch.tensor(digests, dtype=torch.int64))
     for shape in encoded.indices:
         tensors[f"latent/{shape_name(shape)}"] = Pieces.of(encoded.latents[shape])
-    for shape, kept in framed.items():
-        tensors |= {f"{name}/{shape_name(shape)}": Pieces.of(each) for name, each in kept.items()}
+    for shape, frames in framed.items():
+        tensors |= {f"{name}/{shape_name(shape)}": Pieces.of(each) for name, each in frames.items()}
     tensors |= columns
     captions = json.dumps(
         {str(index): [[each.text, each.weight] for each in found] for index, found in encoded.captions.items()}
@@ -207,14 +208,15 @@ def _digests(header: bytes, tensors: Mapping[str, Pieces]) -> list[int]:
 
 
 WAITING_PARTS = 2
-"""Parts in memory besides the one that is encoded: one that is being written, and one that waits for the disk."""
+"""Parts in memory besides the one that is encoded: one is being written, and one waits for the disk."""
 
 
 class PartWriter:
     """Commits parts in order, in a thread. The `with` block ends without error only when all are on disk.
 
-    `write` returns at once, unless WAITING_PARTS wait already. The next `write` or the end of the block raises an error
-    of the disk, and later parts are not written. After any other error in the block, waiting parts are still written.
+    `write` returns at once, unless WAITING_PARTS already wait. After an error of the disk, the next `write` or the end
+    of the block raises it, and later parts are not written. After any other error in the block, waiting parts are still
+    written.
     """
 
     def __init__(self, *, eight_bits: bool = False) -> None:

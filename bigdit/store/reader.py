@@ -1,8 +1,8 @@
-"""An open part: its tables are in memory, and its rows are read at their offsets into the memory of batches."""
+"""An open part: its tables are in memory, and its rows are read at their offsets, straight into batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 from bigdit.catalog.conditions import FILL
 from bigdit.catalog.families import REFERENCE
 from bigdit.errors import UserError
-from bigdit.store.files import READERS, File, ReaderName
+from bigdit.store.files import File, PreadFile
 from bigdit.store.header import Column, Header, check_part, damaged, read_header
 from bigdit.store.part import FRAME_COLUMNS, Shape, part_range, shape_name
 from bigdit.store.tensors import bytes_of, chained_digest, row_digest
@@ -22,9 +22,9 @@ from bigdit.store.text import TEXT, Text, chosen, column_name, dequantise
 
 @dataclass(frozen=True)
 class _TextSequence:
-    """A sequence of every caption: the columns of its states and their scales in 8 bits.
+    """One sequence of all captions: the columns of its states, and of their scales if they are stored in 8 bits.
 
-    `places`: int64 [m, 3] of first state, states, and states that the mask shows.
+    `places`: int64 [m, 3]: first state, number of states, and number of states that the mask shows.
     """
 
     states: Column
@@ -35,9 +35,9 @@ class _TextSequence:
 class Part:
     """An open part, with the tables of part.py.
 
-    `content`: uint64 [range, 2]. By shape: `rows`, int64 [n, 4]; `labels`, int64 [n], if images have classes; `frames`,
-    digests [n] of first frames or references, if it has any. `captions`: int64 [m, 5]; `weights`: [m]. A caption's
-    sequences are TEXT and `streams`.
+    `content`: uint64 [range, 2]. `captions`: int64 [m, 5]. `weights`: [m]. By shape: `rows`, int64 [n, 4]; `labels`,
+    int64 [n], if images have classes; `frames`, digests [n] of first frames or references, if any. The sequences of a
+    caption are TEXT and `streams`.
     """
 
     def __init__(self, header: Header, file: File, identity: str | None = None) -> None:
@@ -57,9 +57,9 @@ class Part:
         self.header = replace(header, start=b"")  # many parts are open at once
 
     @classmethod
-    def open(cls, path: Path, reader: ReaderName = "pread", identity: str | None = None) -> Part:
-        """Open the part at `path`, with this `identity`. Raises UserError if it is damaged or another store's."""
-        return cls(read_header(path), READERS[reader](path), identity)
+    def open(cls, path: Path, identity: str | None = None) -> Part:
+        """Open the part at `path`. Raises UserError if it is damaged or has another `identity`."""
+        return cls(read_header(path), PreadFile(path), identity)
 
     @property
     def latents_dtype(self) -> torch.dtype:
@@ -72,16 +72,16 @@ class Part:
         return {shape: len(rows) for shape, rows in self.rows.items()}
 
     def has_deviation(self, shape: Shape) -> bool:
-        """Whether rows of this shape are mean and deviation, [2, *shape]."""
+        """Whether rows of this shape are [2, *shape], mean and deviation."""
         return len(self._latents[shape].shape) == len(shape) + 2
 
     def choose_caption(self, shape: Shape, row: int, draw: float) -> int:
-        """The number of one of a row's captions, chosen by their weights and a random number in [0, 1)."""
+        """The number of one of a row's captions, chosen by weight with the random number `draw` in [0, 1)."""
         _, first, count, _ = self.rows[shape][row].tolist()
         return int(first) if count == 1 else int(first) + chosen(self.weights[first : first + count], draw)
 
     def last_caption(self, shape: Shape, row: int) -> int:
-        """The number of a row's last caption: where texts depend on images, that of the dropped caption."""
+        """The number of a row's last caption, which stands for a dropped one if texts depend on images."""
         _, first, count, _ = self.rows[shape][row].tolist()
         return int(first + count - 1)
 
@@ -117,7 +117,7 @@ class Part:
                 raise self._damaged(f"has {what} of {found[0]} × {found[1]}; the limit is {shape[0]} × {shape[1]}")
 
     def advise(self, shape: Shape, row: int, caption: int | None) -> None:
-        """Tell the file that this row will be read soon, with this caption."""
+        """Prefetch this row with this caption."""
         self._file.advise(*self.latents_span(shape, row))
         for column in self._framed.get(shape, {}).values():
             self._file.advise(column.offset + row * column.row_bytes, column.row_bytes)
@@ -126,7 +126,7 @@ class Part:
                 self._file.advise(*self.states_span(caption, name))
 
     def read_latents(self, shape: Shape, row: int, memory: memoryview) -> int:
-        """Fill `memory` with a row's latents as stored; returns its source index. Raises UserError if damaged."""
+        """Fill `memory` with a row's latents as stored, and return its source index. Raises UserError if damaged."""
         self._file.read_into(memory, self.latents_span(shape, row)[0])
         index, _, _, digest = self.rows[shape][row].tolist()
         if row_digest(index, memory) != digest:
@@ -140,7 +140,7 @@ class Part:
         return self.read_latents(shape, row, bytes_of(latents)), latents
 
     def frame_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
-        """The shapes of the columns of first frames or references for latents of this shape, by name."""
+        """By name, the shapes of the columns of first frames or references for latents of this shape."""
         return {name: column.shape[1:] for name, column in self._framed.get(shape, {}).items()}
 
     def read_frame(self, shape: Shape, row: int, memories: Mapping[str, memoryview]) -> None:
@@ -164,7 +164,7 @@ class Part:
         return replace(texts.pop(TEXT), pooled=pooled, streams=texts)
 
     def read_text(self, caption: int, memories: Mapping[str, memoryview]) -> torch.Tensor | None:
-        """Fill the memory of each sequence with the caption's states [len, dim] in bf16; returns its pooled vector [p].
+        """Fill the memory of each sequence with the caption's states [len, dim] in bf16, and return its vector [p].
 
         Raises UserError if they are damaged.
         """
@@ -176,8 +176,8 @@ class Part:
                 self._file.read_into(memory, self.states_span(caption, name)[0])
                 read.append(memory)
             else:
-                extent = self._extent(caption, name)
-                values, scale = (self._read(each, *extent) for each in (sequence.states, sequence.scale))
+                start, count = int(sequence.places[caption, 0]), self.tokens(caption, name)
+                values, scale = (self._read(each, start, count) for each in (sequence.states, sequence.scale))
                 read += [bytes_of(values), bytes_of(scale)]
                 packed.append((memory, values, scale))
             if name == TEXT and pooled is not None:
@@ -189,7 +189,7 @@ class Part:
         return pooled
 
     def damages(self) -> Iterator[str]:
-        """Read all of the part. Yields a message for each damage."""
+        """Read the whole part. Yields a message for each damage."""
         header = self.header
         captions = self._read(header.columns["captions"], 0, header.columns["captions"].shape[0])
         if chained_digest([bytes_of(captions)]) != self._digests[2]:
@@ -202,10 +202,10 @@ class Part:
             yield from self._problems(lambda row: self.read_frame(shape, row, rooms), len(self.rows[shape]))  # noqa: B023
         yield from self._problems(self.text, len(self.captions))
 
-    def _problems(self, read: object, count: int) -> Iterator[str]:
+    def _problems(self, read: Callable[[int], object], count: int) -> Iterator[str]:
         for number in range(count):
             try:
-                read(number)  # type: ignore[operator]
+                read(number)
             except UserError as error:
                 yield str(error)
 
@@ -217,11 +217,6 @@ class Part:
         columns = self.header.columns
         places = self.captions[:, [0, 1, 4]] if name == TEXT else self._table(columns[f"stream/{name}"])
         return _TextSequence(columns[column_name("text", name)], columns.get(column_name("text_scale", name)), places)
-
-    def _extent(self, caption: int, name: str) -> tuple[int, int]:
-        """The first state of a caption's sequence, and the number of states."""
-        start, length, _ = self._sequences[name].places[caption].tolist()
-        return start, length
 
     def _unmasked(self, caption: int, name: str) -> int | None:
         shown = self.shown(caption, name)
@@ -236,13 +231,13 @@ class Part:
         return rows
 
     def _tables(self, kind: str) -> dict[Shape, npt.NDArray[np.int64]]:
-        """The tables of one kind, by shape; none if the part has none of this kind."""
+        """The tables of one kind, by shape."""
         names = {shape: f"{kind}/{shape_name(shape)}" for shape in self._latents}
         columns = self.header.columns
         return {shape: self._table(columns[name]) for shape, name in names.items() if name in columns}
 
     def _table(self, column: Column) -> npt.NDArray[np.int64]:
-        """A table, from the bytes that were read with the header if they suffice."""
+        """A table. It is not read again if the bytes that were read with the header contain it."""
         end = column.offset + column.nbytes
         data = self.header.start[column.offset : end]
         if end > len(self.header.start):
@@ -252,7 +247,7 @@ class Part:
     def _check_tables(self) -> None:
         """Check digests of the header and the tables. Check bounds too, since a hostile file may have right digests."""
         header = self.header
-        self._digests = self._table_of(header.columns["digests"])
+        self._digests = self._read(header.columns["digests"], 0, 3).tolist()
         tables = [self.content, self.captions]
         tables += [each[s] for each in (self.rows, self.labels) for s in sorted(each, key=shape_name)]
         tables += [self._sequences[name].places for name in self.streams]
@@ -278,7 +273,3 @@ class Part:
             if not sound.all():
                 row = int(np.argmin(sound))
                 raise self._damaged(f"is damaged in row {row} of {shape_name(shape)}: its values are out of range")
-
-    def _table_of(self, column: Column) -> list[int]:
-        values: list[int] = self._read(column, 0, column.shape[0]).tolist()
-        return values

@@ -1,6 +1,6 @@
 """Reports: the contents of a store (`report.json` when it is complete), and the speed of workers (`speed/NAME.jsonl`).
 
-Each worker appends a line for each unit to its own file. So workers of several machines need no merging.
+Each worker appends a line for each unit to its own file, so files of several machines need no merging.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ FOLDER = "speed"
 class UnitSpeed(Strict):
     """The seconds of one unit, the range [start, end).
 
-    `seconds`: from the end of the unit before it to its features. They include reading and decoding images, encoding
-    (`gpu_s` on a GPU) and waiting for the writer. `writing_s` overlaps with the next unit. `cpu_s`: of all cores.
-    `queue_s`: the encoding thread waited for a free core. `skipped`: images that were not encoded.
+    `seconds`: from the end of the unit before it until its features are encoded. They include reading and decoding
+    images, encoding (`gpu_s` on a GPU) and waiting for the writer. `writing_s` overlaps with the next unit. `cpu_s`: of
+    all cores. `queue_s`: the encoding thread waited for a free core. `skipped`: images that were not encoded.
     """
 
     start: int
@@ -59,9 +59,9 @@ class UnitSpeed(Strict):
 
 
 class Shares(Strict):
-    """Shares of the workers' time: by activity, and by cores, GPU, or neither (`io`: they waited for the disk).
+    """Shares of the workers' time: by activity, and by cores, GPU or neither.
 
-    `queue`: they waited for a busy core.
+    `io`: they waited for the disk. `queue`: they waited for a free core.
     """
 
     reading: float
@@ -78,7 +78,7 @@ class Shares(Strict):
 
 
 class WorkerSpeed(Strict):
-    """The work of one worker, and its speed without start-up."""
+    """The work of one worker, and its speed without its start."""
 
     worker: str
     device: str
@@ -128,20 +128,11 @@ class Stopwatch:
 def shares_of(units: list[UnitSpeed]) -> Shares:
     """The shares of units' time."""
     total = sum(unit.seconds for unit in units) or 1.0
-
-    def share(name: str) -> float:
-        return round(min(sum(getattr(unit, name) for unit in units) / total, 1.0), 3)
-
-    cpu, gpu, queue = share("cpu_s"), share("gpu_s"), share("queue_s")
-    return Shares(
-        reading=share("reading_s"),
-        encoding=share("encoding_s"),
-        waiting=share("waiting_s"),
-        cpu=cpu,
-        gpu=gpu,
-        io=round(max(1 - cpu - gpu - queue, 0.0), 3),
-        queue=queue,
-    )
+    shares = {
+        name: round(min(sum(getattr(unit, f"{name}_s") for unit in units) / total, 1.0), 3)
+        for name in ("reading", "encoding", "waiting", "cpu", "gpu", "queue")
+    }
+    return Shares(io=round(max(1 - shares["cpu"] - shares["gpu"] - shares["queue"], 0.0), 3), **shares)
 
 
 def _queued_s() -> float:
@@ -156,7 +147,7 @@ def _queued_s() -> float:
 
 
 def append(root: Path, worker: str, unit: UnitSpeed) -> None:
-    """Add a line to a worker's file. Errors are ignored, such as a full disk: the store does not need it."""
+    """Add a line to a worker's file. Ignores errors such as a full disk, since the store does not need it."""
     line = (unit.model_dump_json() + "\n").encode()
     with contextlib.suppress(OSError):
         (root / FOLDER).mkdir(exist_ok=True)
@@ -168,8 +159,7 @@ def append(root: Path, worker: str, unit: UnitSpeed) -> None:
 
 
 def read_units(root: Path) -> dict[str, list[UnitSpeed]]:
-    """The units of each worker that ever worked on the store. Cut lines, unreadable files and other files are left
-    out."""
+    """The units of each worker that ever worked on the store, without cut lines and unreadable files."""
     found: dict[str, list[UnitSpeed]] = {}
     for file in sorted((root / FOLDER).glob("*.jsonl")):
         if WorkerName.parse(file.stem) is None:
@@ -177,7 +167,7 @@ def read_units(root: Path) -> dict[str, list[UnitSpeed]]:
         units = []
         try:
             lines = read_bytes(file).decode(errors="replace").splitlines()
-        except OSError:  # it is no file
+        except OSError:  # for example a folder
             continue
         for line in lines:
             with contextlib.suppress(ValidationError):
@@ -205,7 +195,7 @@ FILE = "report.json"
 
 
 class AtWork(Strict):
-    """A worker with leased ranges, which may be dead, or on another machine."""
+    """A worker with leased ranges. It may be dead, or on another machine."""
 
     worker: str
     fate: Fate
@@ -214,8 +204,10 @@ class AtWork(Strict):
 
 
 class CaptionLengths(Strict):
-    """How many tokens captions have by a tokenizer, which cuts them at `limit`. `longest_of`: the name of a sample with
-    the longest. `quartiles`: the tokens that a quarter, half and three quarters of the captions have at most."""
+    """How many tokens of a tokenizer, which cuts them at `limit`, captions have. `longest_of`: a sample with the most.
+
+    `quartiles`: a quarter, half and three quarters of the captions have at most so many tokens.
+    """
 
     tokenizer: str
     limit: int
@@ -227,7 +219,7 @@ class CaptionLengths(Strict):
 
     @classmethod
     def of(cls, found: Lengths) -> CaptionLengths:
-        """The figures of counted lengths."""
+        """The summary of counted lengths."""
         tokens, counts = zip(*found.counts, strict=True)
         ends = list(itertools.accumulate(counts))
         first, half, third = (tokens[bisect.bisect_left(ends, ends[-1] * share / 4)] for share in (1, 2, 3))
@@ -251,11 +243,10 @@ class CaptionLengths(Strict):
 
 
 class StoreReport(Strict):
-    """The contents of a store: finished parts and all parts, images of the sources, encoders and classes of the schema,
-    and every worker.
+    """The contents of a store: its parts, images, sources, encoders, classes and workers.
 
-    Of finished parts: encoded images by latents' shape, skipped images, captions, cut captions, lengths, bytes. `gone`:
-    images in parts that were removed from the sources, or edited. They count as bytes, cut captions and lengths alone.
+    Encoded images by shape of latents, skipped images, captions, cuts, lengths and bytes are those of finished parts.
+    `gone`: images in parts that were removed from the sources, or edited. Only bytes, cuts and lengths include them.
     """
 
     features: Path
@@ -280,12 +271,12 @@ class StoreReport(Strict):
 
 
 def caption_lines(report: StoreReport) -> list[str]:
-    """How long the captions of a store are, and how many each tokenizer cut."""
+    """Messages on the lengths of a store's captions, and on how many each tokenizer cut."""
     return [each.line() for each in report.lengths] + [cut_line(cut, report.captions) for cut in report.cut]
 
 
 def written_report(root: Path) -> StoreReport | None:
-    """The report of a store as extraction wrote it; None where there is none, or it is damaged or older."""
+    """The report that extraction wrote; None if it is missing, damaged or of an older version."""
     with contextlib.suppress(OSError, ValueError):
         return StoreReport.model_validate_json(read_bytes(root / FILE))
     return None
@@ -304,17 +295,17 @@ class ExtractReport(Strict):
 
 
 def store_report(root: Path, schema: StoreSchema) -> StoreReport:
-    """The report of a store, from its parts' headers. Raises UserError if one is damaged."""
+    """The report of a store, from the headers of its parts. Raises UserError if one is damaged."""
     ranges = schema.ranges()
     absent = set(missing(root, ranges))
-    there = [each for each in ranges if each not in absent]
-    headers = [read_header(part_path(root, *each)) for each in there]
-    for header, (start, _) in zip(headers, there, strict=True):
+    present = [each for each in ranges if each not in absent]
+    headers = [read_header(part_path(root, *each)) for each in present]
+    for header, (start, _) in zip(headers, present, strict=True):
         check_part(header, part_identity(schema, start))
     buckets: Counter[str] = Counter()
     columns: Counter[str] = Counter()
     gone, captions = indices_of(schema.gone()), sum(header.columns["caption"].shape[0] for header in headers)
-    for header, (start, end) in zip(headers, there, strict=True):
+    for header, (start, end) in zip(headers, present, strict=True):
         buckets.update({shape_name(shape): count for shape, count in header.shapes().items()})
         if len(here := gone[slice(*np.searchsorted(gone, (start, end)))]):
             for shape, rows in Part.open(header.path).rows.items():
@@ -323,7 +314,7 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
                 captions -= int(rows[:, 2].sum())
         for name, column in header.columns.items():
             columns[name.partition("/")[0]] += column.nbytes
-    known = set(gone.tolist())
+    gone_indices = set(gone.tolist())
     return StoreReport(
         features=root,
         parts_done=len(headers),
@@ -332,13 +323,13 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
         gone=len(gone),
         encoded=sum(buckets.values()),
         buckets={name: count for name, count in sorted(buckets.items()) if count},
-        skipped=[item for header in headers for item in header.skipped() if item.index not in known],
+        skipped=[item for header in headers for item in header.skipped() if item.index not in gone_indices],
         captions=captions - (sum(buckets.values()) if schema.editor.seen else 0),  # each image has a dropped one too
         cut=summed(cut for header in headers for cut in header.cuts()),
         lengths=[
             CaptionLengths.of(each) for each in joined_lengths(each for header in headers for each in header.lengths())
         ],
-        bytes=sum(part_path(root, *each).stat().st_size for each in there),
+        bytes=sum(part_path(root, *each).stat().st_size for each in present),
         bytes_by_column=dict(sorted(columns.items())),
         codec=schema.codec,
         text_encoder=schema.text_encoder,
@@ -355,10 +346,10 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
 
 def extract_report(root: Path, ranges: Sequence[Range], seconds: float, store: StoreReport | None) -> ExtractReport:
     """The report on an extraction of `ranges`, which are all in the store now."""
-    wanted = set(ranges)
+    encoded = set(ranges)
     by_worker = {
-        worker: [unit for unit in units if (unit.start, unit.end) in wanted]
-        for worker, units in (read_units(root).items() if wanted else ())
+        worker: [unit for unit in units if (unit.start, unit.end) in encoded]
+        for worker, units in (read_units(root).items() if encoded else ())
     }
     skipped = {(unit.start, unit.end): unit.skipped for units in by_worker.values() for unit in units}
     images = sum(end - start for start, end in ranges)

@@ -1,4 +1,4 @@
-"""The schema of a store: encoders, buckets, sources and parts in `schema.json`; and the numbers of classes."""
+"""The schema of a store in `schema.json`: encoders, buckets, sources, parts and classes."""
 
 from __future__ import annotations
 
@@ -69,19 +69,19 @@ VERSION: Final = 5
 _CHECKSUM = "checksum"
 
 MOST_PARTS = 10_000_000
-"""In one folder. A damaged count must not take all memory."""
+"""The most files in one folder. A damaged count must not take all memory."""
 
 Range = tuple[int, int]
 """Indices [start, end) in the list of sources."""
 
 Run = tuple[int, int, int]
-"""Of `Change.gone`."""
+"""A run of `Change.gone`."""
 
 
 class Change(Strict):
-    """One growth of a store. `sources`: the identities of all sources after it. `gone`: what it took away.
+    """One growth of a store. `sources`: the identities of all sources after it. `gone`: the images that it removed.
 
-    A run [start, end, by] of `gone` are indices of images. Those from `by` on replaced them; −1: they were removed.
+    A run [start, end, by] of `gone` has the indices of images. The images from index `by` on replaced them; −1: none.
     """
 
     sources: list[dict[str, Any]]
@@ -95,10 +95,10 @@ class StoreSchema(Strict):
     """The contents of a store: encoders, buckets in pixels, sources of `source["count"]` images each, parts.
 
     `classes`: their names or their number; None if images have captions. `fps`: the frame rate of videos.
-    `first_frame`: the columns of first frames and their image encoder. `references`: images that a sample is an edit
-    of; `min_references`: the fewest, where samples have different numbers. `fill`: channels of masked images
-    and their masks. Parts never change. What is added to source n later has its own entry in `sources`, with `of` n,
-    and `changes` say which images are no longer used.
+    `first_frame`: the columns of first frames and their image encoder. `references`: how many images come before an
+    edit; `min_references`: the fewest, if numbers differ. `fill`: channels of masked images and their masks. Parts
+    never change. Images that are added to source n later have their own entry in `sources`, with `of` n. `changes` say
+    which images are no longer used.
     """
 
     version: Literal[5] = VERSION
@@ -149,12 +149,12 @@ class StoreSchema(Strict):
 
     @property
     def current(self) -> list[dict[str, Any]]:
-        """The identities of the sources of a run, as they were encoded last."""
+        """The identities of a run's sources when they were last encoded."""
         return self.changes[-1].sources if self.changes else self.sources
 
     @property
     def all_buckets(self) -> list[tuple[int, ...]]:
-        """The buckets that samples can have, each once: those of the store, unless all sources have their own."""
+        """The buckets that samples can have, each once. Sources without their own have those of the store."""
         own = [source.get("buckets", self.buckets) for source in self.current]
         return list(dict.fromkeys(tuple(bucket) for buckets in own for bucket in buckets))
 
@@ -164,12 +164,12 @@ class StoreSchema(Strict):
         first = itertools.count()
         return [source["of"] if "of" in source else next(first) for source in self.sources]
 
-    def asked(self, sources: list[dict[str, Any]] | None = None) -> StoreSchema:
-        """What a run asks for whose store this is, with these `sources` (None: its own)."""
+    def requested(self, sources: list[dict[str, Any]] | None = None) -> StoreSchema:
+        """The schema that a run with this store asks for, with these `sources` (None: the current ones)."""
         return self.model_copy(update={"sources": self.current if sources is None else sources, "changes": []})
 
     def gone(self, changes: int | None = None) -> list[Run]:
-        """The runs that the first `changes` took away; None: all."""
+        """The runs that the first `changes` removed; None: all changes."""
         return [run for change in self.changes[:changes] for run in change.gone]
 
     @property
@@ -178,7 +178,7 @@ class StoreSchema(Strict):
         return not self.fill and any("masks" in source for source in self.sources)
 
     def ranges(self) -> list[Range]:
-        """The ranges of the parts, in order. None spans two sources, so an appended source changes no earlier part."""
+        """The ranges of the parts, in order. No part spans two sources, so an appended source changes no other part."""
         ends = self.ends()
         return [
             (start, min(start + self.part_size, end))
@@ -192,16 +192,16 @@ class StoreSchema(Strict):
 
 
 def store_identity(schema: StoreSchema) -> str:
-    """A digest that all parts of a store share, however it is extended: of version, encoders, buckets and classes."""
+    """A digest of version, encoders, buckets and classes. All parts of a store share it, also when the store grows."""
     newer = {name for name in ("references", "fill") if not getattr(schema, name)}  # older stores have none
     newer |= {"min_references"} if schema.min_references is None else set()
     return _digest(schema.model_dump(mode="json", exclude={"sources", "part_size", "changes"} | newer))
 
 
 def part_identity(schema: StoreSchema, start: int) -> str:
-    """A digest that the parts of one source share; `start` is the first index of a part.
+    """A digest that the parts of one source share. `start`: the first index of a part.
 
-    It is the same on every machine that extracts the same images, and does not change when sources are appended.
+    It is the same on all machines that extract the same images, and stays the same when sources are appended.
     """
     ends = schema.ends()
     number = bisect.bisect_right(ends, start)
@@ -279,10 +279,10 @@ def as_read(schema: StoreSchema) -> StoreSchema:
     return StoreSchema.model_validate_json(schema.model_dump_json())
 
 
-def check_same(root: Path, found: StoreSchema | None, asked: StoreSchema) -> None:
-    """Raise UserError, with the keys that differ, if the store at `root` is another one."""
+def check_same(root: Path, found: StoreSchema | None, requested: StoreSchema) -> None:
+    """Raise UserError, which names the keys that differ, if the schema `found` at `root` is not the `requested` one."""
     there = found.model_dump(mode="json") if found else {}
-    if differences := _differences(there, asked.model_dump(mode="json")):
+    if differences := _differences(there, requested.model_dump(mode="json")):
         raise UserError(
             f"data.features: {root} was encoded with other settings: {'; '.join(differences)}; "
             f"choose another data.features, or delete this folder"
@@ -297,31 +297,31 @@ def _digest(value: Any) -> str:
     return lines_digest([json.dumps(value, sort_keys=True).encode()])
 
 
-def _differences(found: Any, asked: Any, name: str = "") -> list[str]:
-    """A text for each key that differs, with both values."""
-    if isinstance(found, dict) and isinstance(asked, dict):
-        keys = sorted(found.keys() | asked.keys())
+def _differences(found: Any, requested: Any, name: str = "") -> list[str]:
+    """A message for each key that differs, with both values."""
+    if isinstance(found, dict) and isinstance(requested, dict):
+        keys = sorted(found.keys() | requested.keys())
         dotted = f"{name}." if name else ""
-        return [line for key in keys for line in _differences(found.get(key), asked.get(key), f"{dotted}{key}")]
-    if isinstance(found, list) and isinstance(asked, list) and name == "classes":
-        pairs = enumerate(itertools.zip_longest(found, asked))
+        return [line for key in keys for line in _differences(found.get(key), requested.get(key), f"{dotted}{key}")]
+    if isinstance(found, list) and isinstance(requested, list) and name == "classes":
+        pairs = enumerate(itertools.zip_longest(found, requested))
         first = ((at, here, there) for at, (here, there) in pairs if here != there)
         return [f"{name}[{at}] is {here!r} there and {there!r} in this run" for at, here, there in first][:1]
-    if isinstance(found, list) and isinstance(asked, list) and name == "sources":
-        return _other_sources(found, asked)
-    return [] if found == asked else [f"{name} is {found} there and {asked} in this run"]
+    if isinstance(found, list) and isinstance(requested, list) and name == "sources":
+        return _other_sources(found, requested)
+    return [] if found == requested else [f"{name} is {found} there and {requested} in this run"]
 
 
-def _other_sources(found: list[dict[str, Any]], asked: list[dict[str, Any]]) -> list[str]:
-    """How the sources of a store differ from those of a run, in words instead of digests."""
-    if len(found) > len(asked):
-        return [f"it has {len(found)} sources, and data.images of this run has {len(asked)}"]
+def _other_sources(found: list[dict[str, Any]], requested: list[dict[str, Any]]) -> list[str]:
+    """Messages on how the sources of a store differ from those of a run, without digests."""
+    if len(found) > len(requested):
+        return [f"it has {len(found)} sources, and data.images of this run has {len(requested)}"]
     lines = []
-    for at, (there, here) in enumerate(zip(found, asked, strict=False)):
+    for at, (there, here) in enumerate(zip(found, requested, strict=False)):
         of = [f"{source.get('kind')} of {source['count']}" for source in (there, here)]
         if of[0] != of[1]:
             lines.append(f"data.images[{at}] was a {of[0]}, and is a {of[1]} in this run")
         elif there != here:
             lines.append(f"data.images[{at}] has other files now, or other settings")
-    extra = len(asked) - len(found)
+    extra = len(requested) - len(found)
     return [*lines, f"{extra} more in data.images"] if extra and not lines else lines

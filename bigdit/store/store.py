@@ -1,8 +1,8 @@
 """The store for training: its index, the text of the empty caption, and rows, which are read at their offsets.
 
-The index has the number of samples of each shape in every part. It copies the headers, since a hundred thousand headers
-take minutes on a cold disk. It can be deleted at any time: missing parts, and parts of another size, are read again. An
-opened part is compared with it.
+The index has the number of samples of each shape in every part, since to read a hundred thousand headers takes minutes
+on a cold disk. It can be deleted at any time. Headers of parts that it lacks, or that have another size, are read
+again. Each opened part is compared with it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _READERS = 8  # threads for headers: on a network, latency dominates
 
 @dataclass(frozen=True)
 class Index:
-    """`parts` int64 [parts, 3]: source indices [start, end) and bytes; `counts` int64 [parts, shapes] of samples."""
+    """`parts` int64 [parts, 3]: source indices [start, end) and bytes. `counts` int64 [parts, shapes]: samples."""
 
     shapes: tuple[Shape, ...]
     parts: npt.NDArray[np.int64]
@@ -57,9 +57,9 @@ class Index:
 def load_index(
     root: Path, wanted: npt.NDArray[np.int64], header_of: Callable[[str], Header], schema: StoreSchema
 ) -> Index:
-    """The index of `wanted` parts (start, end, bytes), from the index file, and for missing parts from their headers.
+    """The index of `wanted` parts (start, end, bytes). Parts that the index file lacks are read from their headers.
 
-    Rewrites the file if any was missing. Raises UserError if a header is damaged or of another store.
+    Then the file is written again. Raises UserError if a header is damaged or belongs to another store.
     """
     identity = store_identity(schema)
     saved = read_index(root / INDEX, identity)
@@ -99,12 +99,12 @@ def write_index(path: Path, index: Index, identity: str) -> None:
     commit_tensors(path, tensors, {"shapes": shapes, "store": identity})
 
 
-def listed(index: Index, number: int) -> dict[Shape, int]:
+def counts_of(index: Index, number: int) -> dict[Shape, int]:
     """The samples of each shape in a part, according to the index."""
     return {shape: int(count) for shape, count in zip(index.shapes, index.counts[number], strict=True) if count}
 
 
-def misfit(path: Path, counts: dict[Shape, int], rows: dict[Shape, int]) -> str | None:
+def counts_problem(path: Path, counts: dict[Shape, int], rows: dict[Shape, int]) -> str | None:
     """The problem if the part at `path` has other rows than the index says."""
     if counts == {shape: count for shape, count in rows.items() if count}:
         return None
@@ -112,7 +112,7 @@ def misfit(path: Path, counts: dict[Shape, int], rows: dict[Shape, int]) -> str 
 
 
 def read_index(path: Path, identity: str) -> Index | None:
-    """The index in a file; None if it is missing, damaged or another store's."""
+    """The index in a file; None if it is missing, damaged or belongs to another store."""
     if not path.exists():
         return None
     try:
@@ -136,23 +136,23 @@ NULL_TEXT = "null_text.safetensors"
 
 
 def write_null_text(root: Path, encode: Callable[[], Text], identity: str, workspace: Path | None = None) -> None:
-    """Commit the text of the empty caption, in bf16, to the store with this `schema.store_identity`, unless it
-    exists."""
-    if not (root / NULL_TEXT).exists():
-        stored = encode().to("cpu", torch.bfloat16)
-        tensors = {"text": stored.states, "digest": torch.tensor([_digest(stored)])}
-        if stored.pooled is not None:
-            tensors["pooled"] = stored.pooled
-        for name, each in stored.sequences.items():
-            if name != TEXT:
-                tensors[column_name("text", name)] = each.states
-            if each.unmasked is not None:
-                tensors[column_name("seen", name)] = torch.tensor([each.unmasked])
-        commit_tensors(root / NULL_TEXT, tensors, {"store": identity}, workspace)
+    """Commit the text of the empty caption, in bf16, unless it exists. `identity`: `schema.store_identity`."""
+    if (root / NULL_TEXT).exists():
+        return
+    stored = encode().to("cpu", torch.bfloat16)
+    tensors = {"text": stored.states, "digest": torch.tensor([_digest(stored)])}
+    if stored.pooled is not None:
+        tensors["pooled"] = stored.pooled
+    for name, each in stored.sequences.items():
+        if name != TEXT:
+            tensors[column_name("text", name)] = each.states
+        if each.unmasked is not None:
+            tensors[column_name("seen", name)] = torch.tensor([each.unmasked])
+    commit_tensors(root / NULL_TEXT, tensors, {"store": identity}, workspace)
 
 
 def read_null_text(root: Path, identity: str) -> Text:
-    """The text of the empty caption, in bf16. Raises UserError if the file is damaged or another store's."""
+    """The text of the empty caption, in bf16. Raises UserError if it is damaged or belongs to another store."""
     header = read_header(root / NULL_TEXT)
     streams = [name.partition("/")[2] for name in header.columns if name.startswith("text/")]
     pooled = read_column(header, "pooled") if "pooled" in header.columns else None
@@ -166,12 +166,12 @@ def read_null_text(root: Path, identity: str) -> Text:
 
 def _sequence(header: Header, name: str) -> Text:
     seen = column_name("seen", name)
-    shown = int(read_column(header, seen)) if seen in header.columns else None
-    return Text(read_column(header, column_name("text", name)), unmasked=shown)
+    unmasked = int(read_column(header, seen)) if seen in header.columns else None
+    return Text(read_column(header, column_name("text", name)), unmasked=unmasked)
 
 
 def _digest(text: Text) -> int:
-    """The digest of all values, the streams' names, and the number of states that the mask shows."""
+    """The digest of all values, the names of streams, and the numbers of states that masks show."""
     parts: list[memoryview | bytes] = [
         bytes_of(each.contiguous()) for each in (text.states, text.pooled) if each is not None
     ]
@@ -184,11 +184,11 @@ def _digest(text: Text) -> int:
 
 
 OPEN_PARTS = 256
-"""Parts that are open at once: a window of the order, and some of the one before it; about 20 kB of tables each."""
+"""The most open parts, with about 20 kB of tables each: a window of the order, and some of the window before it."""
 
 
 class Rows(NamedTuple):
-    """Rows of a store, int64 each: the numbers of their buckets and parts, and their places there."""
+    """Rows of a store, all int64: the numbers of their buckets and parts, and their places in them."""
 
     buckets: npt.NDArray[np.int64]
     parts: npt.NDArray[np.int64]
@@ -196,7 +196,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def joined(cls, *some: Rows) -> Rows:
-        """All of some rows."""
+        """All the rows."""
         return cls(*(np.concatenate(columns) for columns in zip(*some, strict=True)))
 
 
@@ -208,31 +208,18 @@ def indices_of(runs: Sequence[Run]) -> npt.NDArray[np.int64]:
     return np.unique(np.concatenate([NO_ROWS.rows, *(np.arange(start, end) for start, end, _ in runs)]))
 
 
-class BucketRows:
-    """The samples of one bucket in source order: position i is (part, row). Memory grows with parts only."""
-
-    def __init__(self, counts: npt.NDArray[np.int64]) -> None:
-        self._ends = np.cumsum(counts)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, position: int) -> tuple[int, int]:
-        if not 0 <= position < len(self):
-            raise IndexError(position)
-        part = int(np.searchsorted(self._ends, position, "right"))
-        return part, position - (int(self._ends[part - 1]) if part else 0)
-
-
 class FeatureStore:
-    """Latents and text, or classes, by bucket (C, H, W) and part. Open it with `FeatureStore.open`."""
+    """Latents, and text or classes, by bucket (C, H, W) and part. Open it with `FeatureStore.open`.
+
+    `buckets`: how many samples each has.
+    """
 
     def __init__(self, files: LocalParts | RemoteParts, schema: StoreSchema, index: Index) -> None:
         self.root = files.root
         self.schema = schema
         self.index = index
         self._files = files
-        self.buckets = {shape: BucketRows(index.counts[:, column]) for column, shape in enumerate(index.shapes)}
+        self.buckets = dict(zip(index.shapes, index.counts.sum(axis=0).tolist(), strict=True))
         self.part = functools.lru_cache(OPEN_PARTS)(self._open)
         self.gone = functools.cache(self._gone)
 
@@ -253,15 +240,14 @@ class FeatureStore:
         for number, (start, end) in enumerate(ranges):  # a list of a hundred thousand takes much memory
             parts[number] = start, end, sizes.get(part_name(start, end), -1)
         missing = [part_name(start, end) for start, end, size in parts[parts[:, 2] < 0].tolist()]
-        unnumbered = (NULL_TEXT,) if schema.classes is None else ()
-        missing += [name for name in unnumbered if name not in sizes]
-        known = len(ranges) - int((parts[:, 2] < 0).sum())
-        others = sum(part_range(name) is not None for name in sizes) - known
+        others = sum(part_range(name) is not None for name in sizes) - (len(ranges) - len(missing))
+        null_text = [NULL_TEXT] if schema.classes is None else []
+        missing += [name for name in null_text if name not in sizes]
         growing = any(map(GROWTH.fullmatch, sizes))  # further parts are being added
         del sizes, ranges
         if missing:
             raise UserError(
-                f"data.features: {files} lacks {len(missing)} of {how_many(len(parts) + len(unnumbered), 'file')}, the "
+                f"data.features: {files} lacks {len(missing)} of {how_many(len(parts) + len(null_text), 'file')}, the "
                 f"first {missing[0]}; {EXTRACT} finishes it"
             )
         if others and not growing:
@@ -278,7 +264,7 @@ class FeatureStore:
         return store
 
     def _gone(self, changes: int) -> Rows:
-        """The rows that the first `changes` of the store took away."""
+        """The rows that the first `changes` of the store removed."""
         return self._rows(indices_of(self.schema.gone(changes)))
 
     @functools.cached_property
@@ -289,7 +275,7 @@ class FeatureStore:
         return counts
 
     def successors(self, rows: Rows, changes: int) -> Rows:
-        """The rows that took the place of `rows` in the first `changes` of the store."""
+        """The rows that replaced `rows` in the first `changes` of the store."""
         places = zip(*(column.tolist() for column in rows), strict=True)
         shapes = self.index.shapes
         before = np.array([self.part(part).rows[shapes[bucket]][row, 0] for bucket, part, row in places], np.int64)
@@ -324,20 +310,19 @@ class FeatureStore:
 
     @property
     def text_shape(self) -> tuple[int, int] | None:
-        """The most tokens of a text, and the width of their states; None if images have classes."""
+        """[max_tokens, dim] of a text; None if images have classes."""
         return None if self.classes else (self.max_tokens, self.null_text.states.shape[1])
 
     @property
     def text_shapes(self) -> dict[str, tuple[int, int]]:
-        """The most states, and their width, of the text itself and of each stream; empty if images have classes."""
+        """[max_tokens, dim] of the text itself and of each stream; empty if images have classes."""
         if self.text_shape is None:
             return {}
         streams = self.schema.streams.items()
         return {TEXT: self.text_shape} | {name: (each["max_tokens"], each["dim"]) for name, each in streams}
 
     def frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
-        """The shapes of the columns of first frames, masks, references and masked images for latents of this shape, by
-        name."""
+        """By name, the shapes of the columns of first frames, masks, references and masked images in a bucket."""
         found = self.schema.first_frame
         references = bucket.references if isinstance(bucket, EditShape) else self.schema.references
         more: dict[str, tuple[int, ...]] = {LOSS_MASK: bucket[-2:]} if self.schema.has_masks else {}
@@ -350,7 +335,7 @@ class FeatureStore:
 
     @functools.cached_property
     def null_text(self) -> Text:
-        """The text of the empty caption, in bf16, for guidance, if images have captions."""
+        """The text of the empty caption, in bf16, if images have captions."""
         found = read_null_text(self.root, store_identity(self.schema))
         if found.streams.keys() != self.schema.streams.keys():
             raise damaged(self.root / NULL_TEXT, "has other streams than its store")
@@ -371,24 +356,8 @@ class FeatureStore:
         """A part that has rows. All parts have the same encoders."""
         return self.part(int(np.argmax(self.index.counts.any(axis=1))))
 
-    def read(self, bucket: Shape, positions: Sequence[int]) -> tuple[torch.Tensor, list[Text], list[int]]:
-        """Latents [B, *bucket] or [B, 2, *bucket] as stored; texts of first captions in bf16, if any; indices.
-
-        Raises UserError, with part and row, if bytes on disk are damaged.
-        """
-        places = [self.buckets[bucket][position] for position in positions]
-        latents, texts, indices = [], [], []
-        for number, row in places:
-            part = self.part(number)
-            index, sample = part.latents(bucket, row)
-            indices.append(index)
-            latents.append(sample)
-            if self.classes is None:
-                texts.append(part.text(part.choose_caption(bucket, row, 0.0)))
-        return torch.stack(latents), texts, indices
-
     def name_of(self, bucket: Shape, number: int, row: int) -> str:
-        """A sample for people: its number in the source, its part and row."""
+        """A sample in words: its number in the source, its part and row."""
         part = self.part(number)
         index = int(part.rows[bucket][row, 0])
         return f"sample {index} (row {row} of {shape_name(bucket)} in {part.header.path.name})"
@@ -397,15 +366,15 @@ class FeatureStore:
         start, end, _ = self.index.parts[number].tolist()
         name = part_name(start, end)
         part = Part(self._files.header(name), self._files.open(name), part_identity(self.schema, start))
-        if problem := misfit(part.header.path, listed(self.index, number), part.counts):
+        if problem := counts_problem(part.header.path, counts_of(self.index, number), part.counts):
             raise UserError(problem)
-        unlike = _mislabelled(part, self.classes) or _misstreamed(part, self.schema)
-        if problem := unlike or _misframed(part, self.frame_shapes):
+        problem = _labels_problem(part, self.classes) or _streams_problem(part, self.schema)
+        if problem := problem or _frames_problem(part, self.frame_shapes):
             raise damaged(part.header.path, problem)
         return part
 
 
-def _mislabelled(part: Part, classes: Classes | None) -> str | None:
+def _labels_problem(part: Part, classes: Classes | None) -> str | None:
     """The problem if labels are missing, or of unknown classes."""
     if bool(part.labels) != (classes is not None) and part.rows:
         return f"has {'' if part.labels else 'no '}labels, unlike its store"
@@ -414,16 +383,16 @@ def _mislabelled(part: Part, classes: Classes | None) -> str | None:
     return None
 
 
-def _misframed(part: Part, wanted: Callable[[Shape], dict[str, tuple[int, ...]]]) -> str | None:
+def _frames_problem(part: Part, expected: Callable[[Shape], dict[str, tuple[int, ...]]]) -> str | None:
     """The problem if the columns of first frames and masks are not those of the store. A part may have no masks."""
     for shape in part.rows:
-        found, store = part.frame_shapes(shape), wanted(shape)
+        found, store = part.frame_shapes(shape), expected(shape)
         if found != {name: sides for name, sides in store.items() if name != LOSS_MASK or name in found}:
             return f"has {found or 'nothing'} of first frames, and its store {store or 'nothing'}"
     return None
 
 
-def _misstreamed(part: Part, schema: StoreSchema) -> str | None:
+def _streams_problem(part: Part, schema: StoreSchema) -> str | None:
     """The problem if captions have other streams than the store."""
     if len(part.captions) and set(part.streams) != schema.streams.keys():
         names = [" and ".join(sorted(each)) or "none" for each in (part.streams, schema.streams)]

@@ -1,7 +1,7 @@
 """Tensors as bytes: safetensors files that are written whole or not at all, and digests of bytes, weights and configs.
 
-Files are written from the tensors' own memory. Source: https://github.com/huggingface/safetensors, section Format. Its
-own `save` copies every tensor, orders metadata at random, and makes files that only their owner can read.
+Files are written from the memory of the tensors. Source: https://github.com/huggingface/safetensors, section Format.
+The library's `save` copies every tensor, orders metadata at random, and makes files that only their owner can read.
 """
 
 from __future__ import annotations
@@ -48,13 +48,10 @@ def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """xxh3-128, in hex, of a config's keys and values, without those on how it was saved."""
-    meaning = {
-        key: value
-        for key, value in config.items()
-        if not key.startswith("_") and key not in ("transformers_version", "dtype", "torch_dtype", "architectures")
-    }
-    return lines_digest([json.dumps(meaning, sort_keys=True).encode()])
+    """xxh3-128, in hex, of a config's keys and values, without the keys on how it was saved."""
+    on_saving = ("transformers_version", "dtype", "torch_dtype", "architectures")
+    rest = {key: value for key, value in config.items() if not key.startswith("_") and key not in on_saving}
+    return lines_digest([json.dumps(rest, sort_keys=True).encode()])
 
 
 def lines_digest(lines: Iterable[bytes]) -> str:

@@ -1,9 +1,9 @@
 """Encoded captions, and their tables and columns in a part. Hidden states may be stored in 8 bits.
 
-These are 8-bit floats (e4m3), half the bytes of bf16, with a scale for each token. Source: Micikevicius et al., FP8
-Formats for Deep Learning (arXiv:2209.05433): e4m3 has 3 bits of mantissa and 448 as its largest value. The rounding
-error is at most 2⁻⁴ of a normal value, and 2⁻¹⁰ of the scale near zero. Measured: 2.6 % of a token's state, by norm,
-both for T5's states (benchmarks/README.md) and for normal numbers.
+These are 8-bit floats (e4m3) with a scale for each token, half the bytes of bf16. e4m3 has 3 bits of mantissa, and its
+largest value is 448. Source: Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433). The rounding error
+is at most 2⁻⁴ of a normal value, and 2⁻¹⁰ of the scale near zero. Measured: 2.6 % of the norm of a token's state, both
+for T5's states (benchmarks/README.md) and for normal numbers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from bigdit.sources.protocol import Caption
 from bigdit.store.tensors import Pieces, bytes_of, chained_digest
 from bigdit.units import how_many
 
@@ -26,14 +27,14 @@ TEXT = "text"
 
 
 NAMED = 3
-"""Samples with cut captions that are named."""
+"""The most samples with cut captions that a message names."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Captions that a tokenizer cut at `limit` tokens; `longest`: the tokens of the longest.
+    """How many captions a tokenizer cut at `limit` tokens. `longest`: the tokens of the longest one.
 
-    `key`: the key of run.yaml with the limit, None if the encoder fixes it. `samples`: the names of the first samples.
+    `key`: the key of run.yaml with the limit; None if the encoder fixes it. `samples`: the names of the first samples.
     """
 
     tokenizer: str
@@ -56,7 +57,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long captions are by a tokenizer that cuts them at `limit`: `counts` has (tokens, captions), sorted.
+    """How long captions are by a tokenizer that cuts them at `limit`. `counts`: pairs (tokens, captions), sorted.
 
     `longest`: the name of a sample with the longest caption.
     """
@@ -68,9 +69,8 @@ class Lengths:
 
 
 def lengths_of(named: Iterable[tuple[str, Length]]) -> list[Lengths]:
-    """The lengths of captions by tokenizer, of the name of a sample and the length of each caption."""
-    single = (Lengths(each.tokenizer, each.limit, name, [(each.tokens, 1)]) for name, each in named)
-    return joined_lengths(single)
+    """The lengths of captions by tokenizer. `named`: the name of its sample and its length, for each caption."""
+    return joined_lengths(Lengths(each.tokenizer, each.limit, name, [(each.tokens, 1)]) for name, each in named)
 
 
 def joined_lengths(some: Iterable[Lengths]) -> list[Lengths]:
@@ -99,7 +99,7 @@ def summed(cuts: Iterable[Cut]) -> list[Cut]:
 
 
 def cut_line(cut: Cut, captions: int) -> str:
-    """A message on the cut captions, out of `captions` in all, with the fix."""
+    """A message on the cut captions among all `captions`, with the fix."""
     names = f"; the first: {', '.join(cut.samples)}" if cut.samples else ""
     fix = "its encoder takes no more" if cut.key is None else f"raise {cut.key} to keep more"
     of_all = f"{how_many(captions, 'caption')} {'was' if captions == 1 else 'were'}"
@@ -114,7 +114,7 @@ class Text:
     """An encoded caption: `states` [len, dim] of its tokens, in the encoder's dtype, and for some families a vector
     `pooled` [pooled_dim].
 
-    `unmasked`: the number of first states that the mask shows; None if it shows all. Some models read the others too.
+    `unmasked`: the mask shows so many states from the first on; None if it shows all. Some models read the others too.
     `streams`: the states of further encoders by name. `lengths`: its tokens by each tokenizer.
     """
 
@@ -170,29 +170,19 @@ def dequantise(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = t
     return (values.float() * scale[:, None]).to(dtype)
 
 
-class StoredCaption(Protocol):
-    """A caption's text, and its weight among the captions of its image."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def weight(self) -> float: ...
-
-
 def chosen(weights: npt.NDArray[np.float32], draw: float) -> int:
-    """The number of a caption, chosen by the weights and a random number `draw` in [0, 1)."""
+    """The number of a caption, chosen by weight with the random number `draw` in [0, 1)."""
     sums = np.cumsum(weights, dtype=np.float64)
     return int(min(np.searchsorted(sums, draw * sums[-1], "right"), len(weights) - 1))
 
 
 def column_name(kind: str, name: str) -> str:
-    """The column of a sequence, of `kind` text or text_scale."""
+    """The name of the column `kind` (text, text_scale, seen) of a sequence."""
     return kind if name == TEXT else f"{kind}/{name}"
 
 
 TextKey = str | tuple[int, str]
-"""A caption; or the index of an image and its caption, where texts depend on images."""
+"""A caption; if texts depend on images, the index of an image and its caption."""
 
 
 def text_key(texts: Mapping[TextKey, Text], index: int, caption: str) -> TextKey:
@@ -201,12 +191,12 @@ def text_key(texts: Mapping[TextKey, Text], index: int, caption: str) -> TextKey
 
 
 def caption_columns(
-    captions: Mapping[int, tuple[StoredCaption, ...]], texts: Mapping[TextKey, Text], eight_bits: bool
+    captions: Mapping[int, tuple[Caption, ...]], texts: Mapping[TextKey, Text], eight_bits: bool
 ) -> tuple[dict[str, Pieces], dict[str, Pieces], dict[int, int]]:
     """Tables `caption` and `stream/…`; columns `text…`, `text_scale…` and `pooled`; the first caption of each index."""
     stored = {text: _Stored.of(found, eight_bits) for text, found in texts.items()}
     names = list(next(iter(stored.values())).sequences) if stored else [TEXT]
-    chosen: list[tuple[StoredCaption, TextKey]] = []
+    chosen: list[tuple[Caption, TextKey]] = []
     firsts = {}
     for index, some in captions.items():
         firsts[index] = len(chosen)
@@ -250,7 +240,7 @@ class _Sequence(NamedTuple):
 class _Stored(NamedTuple):
     """A caption as stored: its sequences by name, the text itself first; its vector; the digest of all.
 
-    In the digest, the vector follows the text itself.
+    In the digest, the vector comes right after the text itself.
     """
 
     sequences: dict[str, _Sequence]
@@ -267,7 +257,7 @@ class _Stored(NamedTuple):
 
 
 def _places(stored: Mapping[TextKey, _Stored], name: str) -> dict[TextKey, tuple[int, int, int]]:
-    """By caption: the first state of a sequence in its column, the number of states, and how many the mask shows."""
+    """By caption: the first state of a sequence in its column, the number of states, and the number that is shown."""
     sequences = [found.sequences[name] for found in stored.values()]
     starts = itertools.accumulate((len(each.states) for each in sequences), initial=0)
     rows = [(start, len(each.states), each.shown) for start, each in zip(starts, sequences, strict=False)]

@@ -36,7 +36,7 @@ _OWNED = {
 }
 
 _QUANTISER = "runs DeepSpeed's own CUDA kernels, whose memory an emulated GPU cannot count"
-_NODES = "shards within a node, and an attempt knows processes, not nodes"
+_NODES = "shards within a node, and plans know processes, not nodes"
 # Neither a plan nor a run here supports these. The first value is the one that turns them off.
 _REFUSED = {
     "zero_quantized_weights": (False, _QUANTISER),
@@ -69,7 +69,7 @@ def without_auto(value: Any) -> Any:
 
 
 def split(document: Document, values: Values) -> tuple[Document, list[str]]:
-    """ds_config without what the strategy sets, and its problems, a line each."""
+    """ds_config without the strategy's values, and a line for each problem."""
     document = without_auto(document)
     known = _TOP_LEVEL.split()
     problems = [f"ds_config.{key}: unknown key; {nearest(key, known)}" for key in document if key not in known]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -37,11 +37,11 @@ MOST_GPUS = 4096
 _GLOBAL = "global_batch_size"
 
 _FORWARD_ONLY = {"checkpointed_blocks": 0, "offload_activations": False, "compile_blocks": False, "float8": "none"}
-"""What serves a backward pass, or takes more time than a few forward passes save."""
+"""Settings without what only a backward pass needs, or what costs more time than a few forward passes save."""
 
 
 class StepSize(Strict):
-    """The keys that trade one process's memory for time at the same global batch; see Strategy."""
+    """The keys of Strategy that trade memory for time at the same global batch."""
 
     micro_batch_size: Count
     grad_accum_steps: Count
@@ -71,8 +71,8 @@ class Strategy(Section):
     grad_accum_steps: Count = 1
     """Micro-batches per process in an optimizer step."""
     repeated_samples: Natural = 0
-    """Samples of an optimizer step that come again, with weight 0, so that all micro-batches are full. It follows from
-    global_batch_size, where the GPUs do not divide it."""
+    """Samples of an optimizer step that are repeated with weight 0, so that all micro-batches are full. It is computed
+    from global_batch_size, if the GPUs do not divide it."""
     precision: Precision = "bf16"
     """The dtype of weights, gradients and activations. `bf16` and `fp16` have fp32 master weights and optimizer state,
     fp16 with dynamic loss scaling. `bf16_sr` has no masters and rounds updates stochastically into bf16 weights. `tf32`
@@ -86,15 +86,15 @@ class Strategy(Section):
     checkpointing: Literal["full", "selective"] = "full"
     """What a checkpointed block recomputes: everything, or all but matrix products and attention."""
     checkpointed_segments: SegmentSpec | None = None
-    """Recompute the checkpointed blocks in segments, or only some of them. null: each of them, by itself. Where it is
-    set, checkpointed_blocks is `all` if left out."""
+    """Recompute the checkpointed blocks in segments, or only some of them. null: each block is a segment. With it,
+    checkpointed_blocks is `all` by default."""
     offload_activations: Switch = False
     """Keep activations that autograd saves in CPU memory."""
     compile_blocks: Switch = False
     """Compile the repeated block with torch.compile."""
     float8: Float8 = "none"
-    """Matrix products of the repeated block's linear layers in FP8, by torchao: weights, activations and gradients are
-    cast with one scale each (tensorwise), or one a row (rowwise)."""
+    """Matrix products of the repeated block's linear layers in FP8, by torchao. Weights, activations and gradients are
+    cast with one scale each (tensorwise), or one per row (rowwise)."""
     blocks_to_swap: Natural = 0
     """Block swap: the number of first blocks whose weights are in CPU memory. The GPU holds two of them at a time. With
     `lora` or `controlnet`, only frozen weights are swapped, else all."""
@@ -108,19 +108,20 @@ class Strategy(Section):
     """Train a ControlNet beside the frozen weights of model.init_from. Its blocks come after those of the model in
     other keys."""
     features: Literal["cached", "online"] = "cached"
-    """Where latents and embeddings come from. cached: the store in data.features. online: frozen encoders on the
+    """Where latents and embeddings come from. cached: the cache in data.features. online: frozen encoders on the
     training GPU encode in each step."""
     encode_chunk: Count | None = None
-    """With features online: samples that the encoders take at once. Default: one; null: the whole micro-batch."""
+    """With features online: samples that are encoded at once. Default: one; null: the whole micro-batch."""
     read_ahead_steps: Natural = 2
     """Steps that the loader reads ahead into CPU memory."""
     ds_config: dict[str, Any] | None = None
     """DeepSpeed's JSON document: a mapping, or a file. Values that other keys set are "auto" there, or left out."""
     cp: Degree = 1
-    """Context parallelism: so many neighbouring processes share each sample, and each has a part of its tokens."""
+    """Context parallelism: the number of neighbouring processes that share each sample. Each has a part of its
+    tokens."""
     cp_ring: Degree = 1
-    """Of the cp processes, so many groups pass keys and values round (ring attention). The processes of a group
-    exchange tokens for heads (Ulysses), so cp / cp_ring divides the heads of attention."""
+    """Ring attention: the number of groups, of the cp processes, that pass keys and values round. The processes of a
+    group exchange tokens for heads (Ulysses), so cp / cp_ring must divide the heads of attention."""
     dp_replicate: Count = 1
     """FSDP2: copies of the model, each sharded over world_size / dp_replicate processes (HSDP)."""
     reshard_after_forward: Switch = True
@@ -129,8 +130,8 @@ class Strategy(Section):
     """FSDP2: keep shards, their gradients and the optimizer state in CPU memory."""
 
     also: ClassVar[dict[str, str]] = {
-        _GLOBAL: "Samples of an optimizer step over all processes. It replaces grad_accum_steps: as many as "
-        "are needed, the last one filled up with repeated samples of weight 0."
+        _GLOBAL: "Samples of an optimizer step over all processes. grad_accum_steps is computed from it. If "
+        "the GPUs do not divide it, the last micro-batch has repeated samples of weight 0."
     }
 
     @model_validator(mode="before")
@@ -165,10 +166,7 @@ class Strategy(Section):
     @model_validator(mode="after")
     def _coherent(self) -> Strategy:
         problems = [*_engine_problems(self), *_optimizer_problems(self), *_memory_problems(self)]
-        problems += _context_problems(self)
-        problems += _compile_problems(self) if self.compile_blocks else []
-        problems += _float8_problems(self) if self.float8 != "none" else []
-        problems += _text_problems(self) if self.trains_text else []
+        problems += [*_context_problems(self), *_compile_problems(self), *_float8_problems(self), *_text_problems(self)]
         if self.ds_config is not None and self.engine == "deepspeed":
             document, found = split(self.ds_config, _deepspeed_values(self))
             problems += found
@@ -194,7 +192,7 @@ class Strategy(Section):
 
     @property
     def dp(self) -> int:
-        """How many micro-batches run at once: `cp` processes share each."""
+        """The micro-batches that run at once: `cp` processes share each."""
         return self.world_size // self.cp
 
     @property
@@ -214,7 +212,7 @@ class Strategy(Section):
             return None
         section = self.ds_config.get("zero_optimization")
         stage = section.get("stage") if isinstance(section, dict) else 0
-        return stage if isinstance(stage, int) else 0  # what is no number is refused where its document is read
+        return stage if isinstance(stage, int) else 0  # `split` reports other values
 
     @property
     def forward_only(self) -> Strategy:
@@ -240,15 +238,15 @@ class Strategy(Section):
 
     @property
     def text_lr_factor(self) -> float:
-        """The learning rate of text encoders as a factor of the optimizer's."""
+        """The learning rate of text encoders, divided by the optimizer's."""
         own = None if self.lora is None else self.lora.text_encoder_lr
         return 1.0 if own is None else own / self.optimizer.lr
 
     @property
     def base(self) -> LoraBase | None:
         """The dtype of frozen weights; None where none are."""
-        beside = self.lora or self.controlnet
-        return None if beside is None else beside.base
+        trained = self.lora or self.controlnet
+        return None if trained is None else trained.base
 
     @property
     def base_key(self) -> str:
@@ -257,7 +255,7 @@ class Strategy(Section):
 
     @property
     def optimizer_in_cpu_memory(self) -> bool:
-        """Whether CPU memory holds masters and optimizer state, and a CPU steps them."""
+        """Whether master weights and optimizer state are in CPU memory, where the CPU steps them."""
         offload = (self.ds_config or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
         return self.cpu_offload or offload.get("device", "none") != "none"
 
@@ -274,7 +272,7 @@ class Strategy(Section):
         checkpointed_blocks: int | Literal["all"],
         global_batch_size: int | None = None,
     ) -> Strategy:
-        """The same strategy at these sizes, with samples repeated beyond a global batch."""
+        """The same strategy at these sizes; places beyond the global batch have repeated samples."""
         places = micro_batch_size * grad_accum_steps * self.dp
         sizes = {
             "micro_batch_size": micro_batch_size,
@@ -285,8 +283,10 @@ class Strategy(Section):
         return self.model_copy(update=sizes)
 
     def over(self, world_size: int) -> dict[str, Any]:
-        """The keys that change over so many processes, for the same global batch: micro-batches are no larger than the
-        passes need, and HSDP has other copies of the model, if its shards divide the processes."""
+        """The keys that change for `world_size` processes, with the same global batch.
+
+        Micro-batches are no larger than the passes need. HSDP has fewer or more copies of the model.
+        """
         whole, dp = self.global_batch_size, max(world_size // self.cp, 1)
         passes = -(-whole // (self.micro_batch_size * dp))
         size = -(-whole // (passes * dp))
@@ -299,32 +299,33 @@ class Strategy(Section):
         return self.model_copy(update=dict(size))
 
 
-def _text_problems(strategy: Strategy) -> list[str]:
-    """What adapters of text encoders exclude: encoders are no part of the step, or their gradients were not tried."""
-    key, problems = "lora.text_encoders is true", []
+def _text_problems(strategy: Strategy) -> Iterator[str]:
+    """Settings in which text encoders run in no step, or whose gradients with them were not tried."""
+    if not strategy.trains_text:
+        return
+    key = "lora.text_encoders is true"
     if strategy.features != "online":
-        problems.append(f"{key}, and features is {strategy.features}: the encoders run in no step; set it to online")
+        yield f"{key}, and features is {strategy.features}: the encoders run in no step; set it to online"
     if strategy.engine != "single":
-        problems.append(f"{key}, and was tried with engine single alone, and engine is {strategy.engine}; leave it out")
+        yield f"{key}, and was tried with engine single alone, and engine is {strategy.engine}; leave it out"
     others = ("blocks_to_swap", "compile_blocks", "offload_activations", "optimizer_in_backward")
-    problems += [
+    yield from (
         f"{key}, and was not tried with {each}; leave one of them out" for each in others if getattr(strategy, each)
-    ]
+    )
     if strategy.precision == "fp16":
-        problems.append(f"{key}, and precision is fp16, which the encoders do not take; set it to bf16 or fp32")
+        yield f"{key}, and precision is fp16, which the encoders do not take; set it to bf16 or fp32"
     if strategy.float8 != "none":
-        problems.append(f"{key}, and was not tried with float8; leave one of them out")
+        yield f"{key}, and was not tried with float8; leave one of them out"
     if strategy.optimizer.name == "prodigy" and strategy.text_lr_factor != 1:
-        problems.append("lora.text_encoder_lr is set, and prodigy has one learning rate for all; leave it out")
-    return problems
+        yield "lora.text_encoder_lr is set, and prodigy has one learning rate for all; leave it out"
 
 
 def swap_misfit(blocks_to_swap: int, blocks: int) -> str | None:
-    """What keeps a model of so many blocks from swapping these; None where nothing does."""
+    """Why a model with `blocks` cannot swap `blocks_to_swap` of them; None if it can."""
     if blocks < LEAST_SWAPPED:
         return (
             f"strategy.blocks_to_swap is {blocks_to_swap}, and the model has {blocks} blocks: the weights of two are "
-            "on the device at any time, and none are left to swap; set it to 0"
+            "always on the device, and none are left to swap; set it to 0"
         )
     if blocks_to_swap <= blocks:
         return None
@@ -347,173 +348,157 @@ def _deepspeed_values(strategy: Strategy) -> Values:
     }
 
 
-def _engine_problems(strategy: Strategy) -> list[str]:
-    engine, problems = strategy.engine, []
+def _engine_problems(strategy: Strategy) -> Iterator[str]:
+    engine = strategy.engine
     if engine == "single" and strategy.world_size != 1:
-        problems.append(
+        yield (
             f"engine single runs one process, and world_size is {strategy.world_size}; use engine fsdp2, deepspeed or "
             "ddp, or set world_size to 1"
         )
     if engine == "ddp" and strategy.world_size == 1:
-        problems.append(
-            "engine ddp averages over several processes, and world_size is 1; set it higher, or use engine single"
-        )
+        yield "engine ddp averages over several processes, and world_size is 1; set it higher, or use engine single"
     if engine == "deepspeed" and strategy.ds_config is None:
-        problems.append("engine deepspeed needs ds_config, DeepSpeed's JSON; set it, or use engine fsdp2")
+        yield "engine deepspeed needs ds_config, DeepSpeed's JSON; set it, or use engine fsdp2"
     if engine != "deepspeed" and strategy.ds_config is not None:
-        problems.append(f"ds_config belongs to the engine deepspeed, and engine is {engine}; set it to null")
+        yield f"ds_config belongs to the engine deepspeed, and engine is {engine}; set it to null"
     if engine != "fsdp2" and (strategy.dp_replicate != 1 or strategy.cpu_offload):
-        problems.append(
+        yield (
             f"dp_replicate and cpu_offload belong to the engine fsdp2, and engine is {engine}"
             + ("; DeepSpeed's offload is in ds_config.zero_optimization" if engine == "deepspeed" else "")
         )
     if strategy.repeated_samples >= strategy.places:
-        problems.append(
+        yield (
             f"repeated_samples is {strategy.repeated_samples}, and a step has {strategy.places} places; leave it out: "
             "it follows from global_batch_size"
         )
     if strategy.world_size % strategy.dp_replicate:
-        problems.append(
-            f"dp_replicate is {strategy.dp_replicate}, which does not divide world_size {strategy.world_size}"
-        )
+        yield f"dp_replicate is {strategy.dp_replicate}, which does not divide world_size {strategy.world_size}"
     if strategy.zero_stage == 3 and strategy.checkpointing == "selective" and strategy.checkpointed_blocks != 0:
         # DeepSpeed adds the bias in place (LinearFunctionForZeroStage3), and a recomputed block adds it again.
-        problems.append(
+        yield (
             "checkpointing selective keeps matrix products, which ZeRO-3 changes in place: gradients would be wrong; "
             "use checkpointing full, or engine fsdp2"
         )
-    return problems
 
 
-def _optimizer_problems(strategy: Strategy) -> list[str]:
-    engine, name, problems = strategy.engine, strategy.optimizer.name, []
+def _optimizer_problems(strategy: Strategy) -> Iterator[str]:
+    engine, name = strategy.engine, strategy.optimizer.name
     if engine == "fsdp2" and name in BITSANDBYTES:
-        problems.append(
+        yield (
             f"optimizer.name {name} (bitsandbytes) cannot step FSDP2's sharded DTensors; "
             "use optimizer.name adamw_8bit_ao, or engine deepspeed"
         )
     if engine == "deepspeed" and name in TORCHAO:
-        problems.append(
+        yield (
             f"optimizer.name {name} (torchao) keeps its state in subclasses of tensors, which DeepSpeed's flat "
             "partitions and checkpoints do not take; use optimizer.name adamw_8bit, or engine fsdp2"
         )
     if engine == "deepspeed" and name in PACKAGES:
-        problems.append(
+        yield (
             f"optimizer.name {name} keeps numbers of all weights together, and DeepSpeed steps groups of them by "
             "turns; use engine fsdp2 or single"
         )
     if engine == "deepspeed" and name == "muon":
-        problems.append(
+        yield (
             "optimizer.name muon multiplies whole matrices, and DeepSpeed gives an optimizer flat partitions; use "
             "engine fsdp2 or single"
         )
     if name == "muon" and strategy.cpu_offload:
-        problems.append(
+        yield (
             "optimizer.name muon multiplies matrices in every step, which with cpu_offload is left to the CPU; set "
             "cpu_offload to false, or use optimizer.name adamw"
         )
     if name == "adamw_schedulefree" and strategy.ema is not None:
-        problems.append(
-            "optimizer.name adamw_schedulefree averages the weights itself, and exports its average; set ema to null"
-        )
+        yield "optimizer.name adamw_schedulefree averages the weights itself, and exports its average; set ema to null"
     to_nearest = (*BITSANDBYTES, *PACKAGES, "muon")
     if strategy.precision == "bf16_sr":
         if engine == "deepspeed":
-            problems.append("precision bf16_sr has no master weights, which DeepSpeed's ZeRO keeps; use precision bf16")
+            yield "precision bf16_sr has no master weights, which DeepSpeed's ZeRO keeps; use precision bf16"
         if name in to_nearest:
-            problems.append(
+            yield (
                 f"optimizer.name {name} rounds to nearest, and precision bf16_sr needs stochastic rounding; "
                 f"use optimizer.name {' or '.join(each for each in OPTIMIZERS if each not in to_nearest)}"
             )
     if strategy.optimizer_in_backward:
-        problems += _backward_problems(strategy)
-    return problems
+        yield from _backward_problems(strategy)
 
 
-def _backward_problems(strategy: Strategy) -> list[str]:
-    """Of an optimizer that steps within the backward pass."""
-    problems = []
+def _backward_problems(strategy: Strategy) -> Iterator[str]:
+    """Problems of an optimizer that steps within the backward pass."""
     if strategy.optimizer.name in PACKAGES:
-        problems.append(
+        yield (
             f"optimizer_in_backward steps weights one after the other, and optimizer.name "
             f"{strategy.optimizer.name} needs all gradients at once; set optimizer_in_backward to false"
         )
     if strategy.engine == "ddp":
-        problems.append("optimizer_in_backward steps before engine ddp averages gradients; use engine single or fsdp2")
+        yield "optimizer_in_backward steps before engine ddp averages gradients; use engine single or fsdp2"
     if strategy.engine == "deepspeed":
-        problems.append(
+        yield (
             f"optimizer_in_backward: ZeRO-{strategy.zero_stage} partitions gradients before it steps; "
             "use engine single or fsdp2"
         )
     if strategy.grad_accum_steps > 1:
-        problems.append(
+        yield (
             f"optimizer_in_backward steps on every micro-batch, and grad_accum_steps is "
             f"{strategy.grad_accum_steps}; set it to 1"
         )
     if strategy.gradient_clipping is not None:
-        problems.append(
-            "optimizer_in_backward steps before the norm of all gradients is known; set gradient_clipping to null"
-        )
+        yield "optimizer_in_backward steps before the norm of all gradients is known; set gradient_clipping to null"
     if strategy.precision == "fp16":
-        problems.append(
+        yield (
             "optimizer_in_backward steps before an overflow is known, and precision fp16 skips such steps; "
             "use precision bf16"
         )
-    return problems
 
 
-def _context_problems(strategy: Strategy) -> list[str]:
-    cp, problems = strategy.cp, []
+def _context_problems(strategy: Strategy) -> Iterator[str]:
+    cp = strategy.cp
     if strategy.world_size % cp:
-        problems.append(f"cp is {cp}, which does not divide world_size {strategy.world_size}")
+        yield f"cp is {cp}, which does not divide world_size {strategy.world_size}"
     if cp % strategy.cp_ring:
-        problems.append(f"cp_ring is {strategy.cp_ring}, which does not divide cp {cp}")
+        yield f"cp_ring is {strategy.cp_ring}, which does not divide cp {cp}"
     if cp > 1 and strategy.engine == "ddp":
-        problems.append("cp was not tried with engine ddp; use engine fsdp2")
-    return problems
+        yield "cp was not tried with engine ddp; use engine fsdp2"
 
 
-def _compile_problems(strategy: Strategy) -> list[str]:
-    problems = []
+def _compile_problems(strategy: Strategy) -> Iterator[str]:
+    if not strategy.compile_blocks:
+        return
     if strategy.zero_stage == 3:
-        problems.append("compile_blocks cannot compile ZeRO-3's hooks within blocks; use engine fsdp2, or ZeRO-2")
+        yield "compile_blocks cannot compile ZeRO-3's hooks within blocks; use engine fsdp2, or ZeRO-2"
     if strategy.checkpointing == "selective" and strategy.checkpointed_blocks != 0:
-        problems.append(
+        yield (
             "compile_blocks makes one kernel of several operators, and checkpointing selective keeps the outputs of "
             "single ones; use checkpointing full"
         )
     if strategy.lora is not None and strategy.lora.dora:
-        problems.append("compile_blocks compiles the layers of lora.dora in pieces, slower than it runs them; use LoRA")
+        yield "compile_blocks compiles the layers of lora.dora in pieces, slower than it runs them; use LoRA"
     if strategy.lora is not None and strategy.lora.kind != "lora":
-        problems.append(f"compile_blocks was not tried with lora.kind {strategy.lora.kind}; leave one of them out")
+        yield f"compile_blocks was not tried with lora.kind {strategy.lora.kind}; leave one of them out"
     if strategy.base == "fp8":
         key = strategy.base_key
-        problems.append(f"compile_blocks reads {key} fp8 by kernels that GPUs before Ada lack; use {key} int8")
+        yield f"compile_blocks reads {key} fp8 by kernels that GPUs before Ada lack; use {key} int8"
     if strategy.blocks_to_swap:
-        problems.append("compile_blocks was not tried with blocks_to_swap; leave one of them out")
-    return problems
+        yield "compile_blocks was not tried with blocks_to_swap; leave one of them out"
 
 
-def _float8_problems(strategy: Strategy) -> list[str]:
-    problems = []
+def _float8_problems(strategy: Strategy) -> Iterator[str]:
+    if strategy.float8 == "none":
+        return
     if strategy.engine == "deepspeed":
-        problems.append("float8 was not tried with DeepSpeed's flat partitions; use engine single or fsdp2")
+        yield "float8 was not tried with DeepSpeed's flat partitions; use engine single or fsdp2"
     if not strategy.precision.startswith("bf16"):
-        problems.append(
-            f"float8 casts weights and activations of bf16, and precision is {strategy.precision}; use precision bf16"
-        )
+        yield f"float8 casts weights and activations of bf16, and precision is {strategy.precision}; use precision bf16"
     if strategy.lora is not None and (strategy.lora.base != "bf16" or strategy.lora.dora):
         kind = "dora, which computes with the plain weights" if strategy.lora.dora else f"base {strategy.lora.base}"
-        problems.append(f"float8 was not tried with lora.{kind}; use LoRA with lora.base bf16")
+        yield f"float8 was not tried with lora.{kind}; use LoRA with lora.base bf16"
     if strategy.lora is not None and strategy.lora.kind != "lora":
-        problems.append(f"float8 was not tried with lora.kind {strategy.lora.kind}; leave one of them out")
+        yield f"float8 was not tried with lora.kind {strategy.lora.kind}; leave one of them out"
     if strategy.blocks_to_swap:
-        problems.append("float8 was not tried with blocks_to_swap; leave one of them out")
-    return problems
+        yield "float8 was not tried with blocks_to_swap; leave one of them out"
 
 
-def _memory_problems(strategy: Strategy) -> list[str]:
-    problems = []
+def _memory_problems(strategy: Strategy) -> Iterator[str]:
     takes: dict[str, tuple[EngineName, ...]] = {
         "int8": ("single", "ddp", "fsdp2"),
         "fp8": ("single", "ddp", "fsdp2"),
@@ -521,81 +506,76 @@ def _memory_problems(strategy: Strategy) -> list[str]:
     }
     base, key = strategy.base or "bf16", strategy.base_key
     if strategy.engine not in takes.get(base, (strategy.engine,)):
-        problems.append(
+        yield (
             f"{key} {base} keeps packed weights, which {strategy.engine} cannot shard; use {key} bf16, or engine "
             f"{_either(takes[base], strategy.world_size)}"
         )
     if strategy.lora is not None and strategy.lora.base == "bf16" and not strategy.precision.startswith("bf16"):
-        problems.append(
+        yield (
             f"lora.base bf16 computes in bf16, and precision is {strategy.precision}; use precision bf16, or "
             "lora.base int8, fp8 or nf4"
         )
     if strategy.controlnet is not None:
-        problems += _controlnet_problems(strategy)
+        yield from _controlnet_problems(strategy)
     if strategy.features == "cached" and strategy.encode_chunk is not None:
-        problems.append("encode_chunk belongs to features online, and features is cached")
+        yield "encode_chunk belongs to features online, and features is cached"
     if strategy.blocks_to_swap:
-        problems += _swap_problems(strategy)
-    return problems
+        yield from _swap_problems(strategy)
 
 
-def _controlnet_problems(strategy: Strategy) -> list[str]:
-    problems = []
+def _controlnet_problems(strategy: Strategy) -> Iterator[str]:
     if strategy.lora is not None:
-        problems.append("lora and controlnet are both set, and a run trains only one; leave the other out")
+        yield "lora and controlnet are both set, and a run trains only one; leave the other out"
     if strategy.cp > 1:
-        problems.append(f"cp is {strategy.cp}, and a ControlNet does not split a sample; set it to 1")
+        yield f"cp is {strategy.cp}, and a ControlNet does not split a sample; set it to 1"
     if strategy.float8 != "none":
-        problems.append("float8 was not tried with controlnet; leave one of them out")
+        yield "float8 was not tried with controlnet; leave one of them out"
     if strategy.compile_blocks:
-        problems.append(
-            "compile_blocks with controlnet is not right for all families yet (docs/limits.md); leave one of them out"
-        )
-    return problems
+        yield "compile_blocks with controlnet is not right for all families yet (docs/limits.md); leave one of them out"
 
 
 def _either(engines: Sequence[EngineName], world_size: int) -> str:
-    """Those of the engines that run as many processes."""
+    """The engines that can run `world_size` processes."""
     return " or ".join(each for each in engines if each != ("ddp" if world_size == 1 else "single"))
 
 
-def _swap_problems(strategy: Strategy) -> list[str]:
-    swapped, recomputed, problems = strategy.blocks_to_swap, strategy.checkpointed_blocks, []
+def _swap_problems(strategy: Strategy) -> Iterator[str]:
+    swapped, recomputed = strategy.blocks_to_swap, strategy.checkpointed_blocks
     if swapped < LEAST_SWAPPED:
-        return [
+        yield (
             f"blocks_to_swap is {swapped}, and the weights of two blocks are on the device at any time; set it to "
             f"{LEAST_SWAPPED} or more, or to 0"
-        ]
+        )
+        return
     if strategy.engine not in ("single", "ddp"):
-        problems.append(
+        yield (
             f"blocks_to_swap keeps whole weights of blocks in CPU memory, and engine is {strategy.engine}, which "
             f"shards them; use engine {_either(('single', 'ddp'), strategy.world_size)}, or set blocks_to_swap to 0"
         )
     if not strategy.frozen and not (strategy.precision == "bf16_sr" and strategy.optimizer_in_backward):
-        problems.append(
+        yield (
             "blocks_to_swap keeps weights in CPU memory, and trained ones must be stepped while they are on the "
             f"device, without masters: precision is {strategy.precision} and optimizer_in_backward is "
             f"{str(strategy.optimizer_in_backward).lower()}; set precision to bf16_sr and optimizer_in_backward to "
             "true, or set lora"
         )
     if strategy.base == "nf4":
-        problems.append(
+        yield (
             f"blocks_to_swap copies plain weights, and {strategy.base_key} is nf4, whose scales lie beside them; use "
             f"{strategy.base_key} int8, fp8 or bf16, or set blocks_to_swap to 0"
         )
     if strategy.checkpointing != "full":
-        problems.append(
+        yield (
             "blocks_to_swap fetches weights within a block, and checkpointing is selective, which needs the same "
             "operations whenever the block runs; set checkpointing to full"
         )
     if strategy.checkpointed_segments is not None:
-        problems.append(
+        yield (
             "blocks_to_swap has two blocks on the device at any time, each recomputed by itself; leave "
             "checkpointed_segments out"
         )
     if recomputed != "all" and recomputed < swapped:
-        problems.append(
+        yield (
             f"blocks_to_swap is {swapped}, and checkpointed_blocks is {recomputed}: weights of a swapped block come "
             f"again when it is recomputed; set checkpointed_blocks to {swapped} or more, or all"
         )
-    return problems

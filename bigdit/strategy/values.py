@@ -42,10 +42,12 @@ class ModelSpec(Strict):
 
 
 class BatchShape(Strict):
-    """Shapes of one sample: latents (channels, height, width), or (channels, frames, height, width) of a video;
-    text (tokens, dim), None without text; `latents_dtype`: as they are stored; `references`: images that it is an edit
-    of, each with latents of the shape `reference`, None: of `latents`; `first_frame`: whether it begins with a given
-    image. Other inputs follow from the model."""
+    """Shapes of one sample; other inputs follow from the model.
+
+    `latents`: (channels, height, width), or (channels, frames, height, width) of a video, stored in `latents_dtype`.
+    `text`: (tokens, dim). `references`: the number of images that the sample is an edit of; their latents have the
+    shape `reference`, or that of `latents`. `first_frame`: whether it begins with a given image.
+    """
 
     latents: tuple[Count, Count, Count] | tuple[Count, Count, Count, Count]
     text: tuple[Count, Count] | None = None
@@ -95,8 +97,8 @@ BITSANDBYTES: tuple[OptimizerName, ...] = ("adamw_8bit", "paged_adamw_8bit", "li
 TORCHAO: tuple[OptimizerName, ...] = ("adamw_8bit_ao", "adamw_4bit_ao")
 FACTORED: tuple[OptimizerName, ...] = ("adafactor", "came", "came_8bit")
 PACKAGES: dict[OptimizerName, str] = {"prodigy": "prodigyopt", "adamw_schedulefree": "schedulefree"}
-"""The extra, and its package, of optimizers that bigdit does not always install. They keep numbers of all weights
-together, so a step takes all gradients at once."""
+"""Optimizers whose packages are extras. Their state has numbers for all weights together, so a step needs all gradients
+at once."""
 
 
 class OptimizerSpec(Section):
@@ -105,8 +107,8 @@ class OptimizerSpec(Section):
     name: OptimizerName = "adamw"
     """The name of the optimizer."""
     lr: Positive = 1e-4
-    """The learning rate after the warm-up; train.lr_schedule lowers it. 1 if prodigy has none, which multiplies it by
-    its own estimate."""
+    """The learning rate after the warm-up; train.lr_schedule lowers it. For prodigy it is a factor of its own estimate,
+    1 by default."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """The decays of both moments."""
     beta3: Share = 0.9999
@@ -116,10 +118,10 @@ class OptimizerSpec(Section):
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay."""
     decayed: Literal["all", "matrices"] = "all"
-    """Which parameters decay: all, or only the weights of linear layers and convolutions. Then norms, biases,
-    embeddings and a block's shifts and scales are a separate group."""
+    """The parameters with weight decay: all, or matrices (weights of linear layers and convolutions). Norms, biases,
+    embeddings and a block's shifts and scales are then a separate group."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
-    """The implementation of torch's adamw. Other optimizers have one."""
+    """The implementation of torch's adamw; other optimizers have only one."""
     d_coef: Positive = 1.0
     """A factor of Prodigy's estimate of the learning rate (Mishchenko & Defazio, arXiv:2306.06101)."""
     safeguard_warmup: Switch = False
@@ -145,7 +147,7 @@ class OptimizerSpec(Section):
 
     @property
     def missing_package(self) -> str | None:
-        """What is wrong where the optimizer's package is not installed."""
+        """The error if the optimizer's package is not installed."""
         package = PACKAGES.get(self.name)
         if package is None or importlib.util.find_spec(package) is not None:
             return None
@@ -158,11 +160,11 @@ _OWN: dict[str, OptimizerName] = {
     "safeguard_warmup": "prodigy",
     "use_bias_correction": "prodigy",
 }
-"""Keys of one optimizer alone."""
+"""Keys that only one optimizer has."""
 
 
 Width = Annotated[Number, Field(gt=0.0, lt=0.288)]
-"""The width of a power function's profile over the steps, as a share of them; 1/√12 if all steps count alike."""
+"""The width of a power function's profile, as a share of the steps; 1/√12 if all steps have the same weight."""
 
 Widths = Annotated[tuple[Width, ...], Field(min_length=2)]
 
@@ -228,18 +230,18 @@ class SegmentSpec(Section):
     """How checkpointed blocks are grouped: the first `blocks` of every `every` ones are recomputed as one."""
 
     blocks: Count = 1
-    """Consecutive blocks that are recomputed at once. Only what the first of them is given is kept."""
+    """Consecutive blocks that are recomputed at once. Only the input of the first is kept."""
     every: Count | None = None
-    """A segment begins with every so many blocks; blocks between keep their activations. null: with every `blocks`, so
-    that all are recomputed."""
+    """Blocks from the start of one segment to the next; blocks between segments keep their activations. null: `blocks`,
+    so that all are recomputed."""
 
     @property
     def stride(self) -> int:
-        """From the first block of a segment to that of the next."""
+        """Blocks from the start of one segment to the next."""
         return self.every or self.blocks
 
     def count(self, first: int) -> int:
-        """How many of the first so many blocks are recomputed."""
+        """How many of the `first` blocks are recomputed."""
         return first // self.stride * self.blocks + min(first % self.stride, self.blocks)
 
     @property
@@ -277,8 +279,8 @@ class LoraSpec(Section):
     rank: Rank = 16
     """The rank of each adapter."""
     ranks: dict[str, Rank] = {}
-    """Other ranks for some layers, by the rules of `targets`; the first that fits counts. Their alpha grows alike, so
-    that all have the same alpha / rank; with rslora it is the same for all."""
+    """Other ranks for some layers, by the rules of `targets`; the first that matches counts. alpha / rank is the same
+    for all layers; with rslora alpha is."""
     alpha: Positive = 16.0
     """Adapters are scaled by alpha / rank."""
     rslora: Switch = False
@@ -292,7 +294,7 @@ class LoraSpec(Section):
     """DoRA: also train a magnitude for each row of a weight (Liu et al., arXiv:2402.09353)."""
     pissa: Switch = False
     """Start from the principal singular vectors of each weight, and freeze the rest of it (Meng et al.,
-    arXiv:2404.02948). Exports are of twice the rank, for the weights as they were."""
+    arXiv:2404.02948). Exports have twice the rank, and fit the original weights."""
     text_encoders: Switch = False
     """Also train adapters of the CLIP text encoders of SD3 and Flux.1, in the linear layers of their attention, with
     `rank` and `alpha`. It needs features online."""
@@ -338,7 +340,7 @@ class LoraSpec(Section):
 
 
 def untrained_text(class_name: str) -> str | None:
-    """Why no adapters of the text encoders of a transformer's class are trained; None where they are."""
+    """Why adapters of the text encoders cannot be trained for this transformer class; None if they can."""
     if class_name in ("SD3Transformer2DModel", "FluxTransformer2DModel"):
         return None
     return (
@@ -348,25 +350,25 @@ def untrained_text(class_name: str) -> str | None:
 
 
 class ControlNetSpec(Section):
-    """A ControlNet beside frozen weights (Zhang et al., arXiv:2302.05543). It takes the image that a sample refers to,
-    and starts as the transformer's first blocks, with projections of zeros."""
+    """A ControlNet for frozen weights (Zhang et al., arXiv:2302.05543). It takes the sample's reference image, and
+    starts as a copy of the transformer's first blocks with projections of zeros."""
 
     layers: Count = 4
-    """Its blocks."""
+    """The number of its blocks."""
     single_layers: Natural = 0
-    """Its single-stream blocks, of Flux alone."""
+    """The number of its single-stream blocks, for Flux."""
     base: LoraBase = "bf16"
     """The dtype of the frozen weights of the model's linear layers in blocks; fp8 is e4m3. bf16 leaves them in the
     dtype of the precision."""
 
     @property
     def blocks(self) -> int:
-        """All of its blocks."""
+        """The number of all its blocks."""
         return self.layers + self.single_layers
 
 
 def fits(layer: str, rule: str) -> bool:
-    """Whether a layer's full name fits a rule: a pattern of all of it, or its last parts."""
+    """Whether a layer's full name matches a rule: a pattern of the whole name, or its last parts."""
     if any(each in rule for each in "*?["):
         return fnmatch.fnmatchcase(layer, rule)
     return layer == rule or layer.endswith(f".{rule}")

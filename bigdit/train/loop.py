@@ -189,8 +189,10 @@ def _step(
 
 def _compare_with_plan(state: TrainState) -> list[str]:
     """A line that compares measured and planned memory, if both are known."""
-    reserved = state.meter.peak_reserved_bytes
-    return [] if state.planned is None or reserved is None else [state.planned.compared(reserved)]
+    measured, planned = state.meter.measured, state.planned
+    if planned is None or measured is None or measured.peak_reserved_bytes is None:
+        return []
+    return [planned.compared(measured.peak_reserved_bytes)]
 
 
 def _record(start: Start, state: TrainState) -> RunRecord:
@@ -274,10 +276,6 @@ def write_receipt(start: Start, data: TrainData, state: TrainState, monitor: Mon
         buckets=len(data.store.buckets),
         strategy=strategy,
         objective=state.objective,
-        device=meter.device_name,
-        emulated=meter.emulated,
-        expandable_segments=meter.expandable_segments,
-        compute_capability=meter.compute_capability,
         gpus_per_node=min(strategy.world_size, torch.cuda.device_count() or strategy.world_size),
         steps=steps,
         skipped_steps=monitor.skipped.count,
@@ -287,9 +285,7 @@ def write_receipt(start: Start, data: TrainData, state: TrainState, monitor: Mon
         samples_per_second=round(strategy.global_batch_size / (seconds_per_step or seconds / steps), 2),
         predicted_peak_allocated_bytes=None if planned is None else planned.peak_allocated_bytes,
         predicted_peak_reserved_bytes=None if planned is None else planned.peak_reserved_bytes,
-        measured_peak_allocated_bytes=meter.peak_allocated_bytes,
-        measured_peak_reserved_bytes=meter.peak_reserved_bytes,
-        measured_with=meter.method,
+        **meter.receipt_fields(),
     )
     receipt.write(written, path)
     log.notice(f"wrote {path}")

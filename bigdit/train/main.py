@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,32 +13,25 @@ from bigdit.catalog.names import revision
 from bigdit.config import load_stages
 from bigdit.config.load import set_once, with_ds_config, with_grace
 from bigdit.dist import World, world_from_env
-from bigdit.errors import EXIT_USER, guard, shown
+from bigdit.errors import shown
 from bigdit.train.prepare import log_lines, prepare_stages
-from bigdit.train.processes.end import LAUNCHER, end_with_launcher
+from bigdit.train.processes.end import end_with_launcher
 
 EXPANDABLE = "expandable_segments:True"
-
-PATIENCE_S = 10.0
-"""Seconds that a process without an error message waits for the one that has it."""
-
 
 Around = Callable[[Path], AbstractContextManager[object]]
 """Surrounds a training, and gets its output. It makes the run's page: `report` is a higher layer."""
 
 
 def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -> int:
-    """The entry of `bigdit.launch` and `python -m bigdit.train`; returns the exit status.
+    """What `bigdit.launch` and `python -m bigdit.train` guard; returns the exit status.
 
-    The main process trains within `around`.
+    The main process trains within `around`. Raises UserError.
     """
     parsed = parse(arguments)
     end_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints stack frames when a process is lost
-    status = guard(lambda: _train(parsed, around))
-    if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
-        time.sleep(PATIENCE_S)  # torchrun ends all when one fails: the process with the message must end first
-    return status
+    return _train(parsed, around)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,7 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML")
     parser.add_argument("--ds-config", type=Path, help="DeepSpeed's JSON; chooses strategy.engine deepspeed")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
-    parser.add_argument("--grace", type=float, help="seconds to save and end in after a signal; train.grace")
+    parser.add_argument("--grace", type=float, help="seconds to save and end after a signal; overrides train.grace")
     # The deepspeed launcher passes it; the environment has it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -104,6 +96,6 @@ def _train(parsed: argparse.Namespace, around: Around) -> int:
         log_lines(world, [f"wrote {ended.checkpoint}"])
     if ended.following is not None:
         done, following = (stages[ended.following - before].name for before in (1, 0))
-        log_lines(world, [f"{done} is done; the processes start again for {following}"])
+        log_lines(world, [f"{done} is done; the processes restart for {following}"])
         restart_all(ended.store, world)
     return 0

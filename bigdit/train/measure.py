@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -57,25 +58,28 @@ class MemoryMeter:
             method=self.method,
             steps=STEPS,
             phases=tuple(self._peaks.found),
-            peak_allocated_bytes=self._peaks.allocated_bytes if self._cuda else host_now()["peak_memory_bytes"],
-            peak_reserved_bytes=self._peaks.reserved_bytes if self._cuda else None,
+            peak_allocated_bytes=self.now()["peak_memory_bytes"],
+            peak_reserved_bytes=self._peaks.highest()[1] if self._cuda else None,
         )
 
-    @property
-    def peak_allocated_bytes(self) -> int | None:
-        """None until it is measured."""
-        return None if self.measured is None else self.measured.peak_allocated_bytes
-
-    @property
-    def peak_reserved_bytes(self) -> int | None:
-        """None until it is measured, and on a CPU."""
-        return None if self.measured is None else self.measured.peak_reserved_bytes
+    def receipt_fields(self) -> dict[str, Any]:
+        """The fields of a receipt that are known here; peaks are None until they are measured."""
+        found = self.measured
+        return {
+            "device": self.device_name,
+            "emulated": self.emulated,
+            "expandable_segments": self.expandable_segments,
+            "compute_capability": self.compute_capability,
+            "measured_peak_allocated_bytes": None if found is None else found.peak_allocated_bytes,
+            "measured_peak_reserved_bytes": None if found is None else found.peak_reserved_bytes,
+            "measured_with": self.method,
+        }
 
     def now(self) -> dict[str, int]:
         """`memory_bytes` now, and their peak so far: allocated by torch since the engine's start, or the process's."""
         if not self._cuda:
             return host_now()
-        highest = max(self._peaks.allocated_bytes, torch.cuda.max_memory_allocated())
+        highest = max(self._peaks.highest()[0], torch.cuda.max_memory_allocated())
         return {"memory_bytes": torch.cuda.memory_allocated(), "peak_memory_bytes": highest}
 
 
@@ -115,15 +119,10 @@ class GpuPeaks:
             for phase, (allocated, reserved) in self._found.items()
         ]
 
-    @property
-    def allocated_bytes(self) -> int:
-        """The peak over all ended phases."""
-        return max((allocated for allocated, _ in self._found.values()), default=0)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """The peak over all ended phases."""
-        return max((reserved for _, reserved in self._found.values()), default=0)
+    def highest(self) -> tuple[int, int]:
+        """The peaks of allocated and reserved bytes over all ended phases."""
+        allocated, reserved = zip((0, 0), *self._found.values(), strict=True)
+        return max(allocated), max(reserved)
 
 
 def host_now() -> dict[str, int]:

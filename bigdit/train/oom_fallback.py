@@ -55,10 +55,10 @@ def read_oom_fallback(output: Path, asked: Strategy) -> OomFallback:
         return none
     except (OSError, ValidationError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is damaged"
-        log.notice(f"note: {path} is not used ({why}): a step that runs out of memory again is made smaller again")
+        log.notice(f"note: {path} is not used ({why}): if a step runs out of memory again, it is made smaller again")
         return none
     if found.asked != asked:
-        log.notice(f"note: {path} is of other settings than this run's, and is not used")
+        log.notice(f"note: {path} is for other settings than this run's, and is not used")
         return none
     log.notice(f"note: {_written(found.now.step_size)}, since a step ran out of memory before ({path})")
     return found

@@ -118,7 +118,7 @@ class Start:
         stage = self.reached.stage
         if self.found is None or self.step < stage.end:
             return None
-        return f"{self.found.folder} has its {self.step} steps already; raise {stage.prefix}{stage.length} to go on"
+        return f"{self.found.folder} has its {self.step} steps already; raise {stage.prefix}{stage.length} to continue"
 
     def order(self, store: FeatureStore | RawStore) -> tuple[Order, list[str]]:
         """`plan_order` for the store of the current stage. Raises UserError as it does."""

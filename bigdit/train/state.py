@@ -12,9 +12,9 @@ from torch import nn
 
 from bigdit import checkpoint, engines, models
 from bigdit.catalog import FAMILIES, batch_shape
-from bigdit.catalog.conditions import fed_more
+from bigdit.catalog.conditions import takes_more_channels
 from bigdit.catalog.families import objective_of
-from bigdit.catalog.resolve import of_arguments, read_model_config
+from bigdit.catalog.resolve import model_of_arguments, read_model_config
 from bigdit.config import RunConfig, check
 from bigdit.config.load import of_each
 from bigdit.config.run import CHECKPOINTS
@@ -155,7 +155,7 @@ def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Modul
     _check_left_out(run, made)
     channels, predicted = (made.kwargs.get(key) for key in ("in_channels", "out_channels"))
     fed = channels // _packed(made) ** 2 if isinstance(channels, int) else None
-    if fed is not None and not fed_more(made) and predicted not in (None, fed, 2 * fed):  # 2: with the variance
+    if fed is not None and not takes_more_channels(made) and predicted not in (None, fed, fed + fed):  # with variance
         raise UserError(
             f"model.kwargs.out_channels is {predicted}, and in_channels is {channels}: the prediction has the channels "
             f"of the latents; set out_channels to {fed}"
@@ -175,7 +175,7 @@ def _check_shapes(run: RunConfig, made: ModelSpec) -> None:
     kwargs |= {key: _SHALLOW for key in FAMILIES[made.class_name].depths.values() if kwargs.get(key)}
     shallow = ModelSpec.model_validate_json(made.model_copy(update={"kwargs": kwargs}).model_dump_json())
     try:
-        sample = batch_shape(of_arguments(shallow))
+        sample = batch_shape(model_of_arguments(shallow))
     except UserError:
         return
     model = models.outline(shallow)
@@ -206,7 +206,7 @@ def _check_left_out(run: RunConfig, made: ModelSpec) -> None:
         more = f", and {len(others) - 1} more of its arguments differ" if len(others) > 1 else ""
         raise UserError(
             f"model.init_from: {source} has {key} {had[key]}, and model.kwargs leaves it to {made.class_name}, which "
-            f"has {taken[key]}{more}; set model.path to {source} in the place of model.class_name and model.kwargs"
+            f"has {taken[key]}{more}; set model.path to {source} instead of model.class_name and model.kwargs"
         )
 
 
@@ -242,5 +242,5 @@ def _shape_problem(run: RunConfig, error: Exception) -> UserError | None:
     key, reason = "model.path" if run.model.path else "model.kwargs", " ".join(str(error).split())
     return UserError(
         f"{key}: a step ends with {reason[:300].rstrip('.')}; "
-        "the model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit"
+        "the model's arguments, such as widths, may not fit each other; if they do, this is a bug in bigdit"
     )

@@ -17,7 +17,7 @@ from bigdit.catalog.families import FAMILIES
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 from bigdit.models import Family
-from bigdit.models.family import is_given, kept_first
+from bigdit.models.family import given_first_frame, has_first_frame
 from bigdit.objective_spec import ObjectiveSpec
 
 if TYPE_CHECKING:  # it imports what reads images
@@ -124,12 +124,12 @@ def loss_mask(family: Family, batch: Batch) -> torch.Tensor | None:
     them. Samples without such a frame have weight 1.
     """
     mask, frames = batch.extras.get(LOSS_MASK), batch.latents.shape[2]
-    given = kept_first(batch.latents, batch) if FAMILIES[family.CLASS_NAME].keeps_first else None
+    given = given_first_frame(batch.latents, batch) if FAMILIES[family.CLASS_NAME].keeps_first else None
     if given is None:
         return mask
     weights = given.new_full((len(given), frames, 1, 1), frames / (frames - 1), dtype=torch.float32)
     weights[:, 0] = 0
-    weights = torch.where(is_given(given)[:, 0], weights, 1.0)
+    weights = torch.where(has_first_frame(given)[:, 0], weights, 1.0)
     return weights if mask is None else weights * mask[:, None]
 
 

@@ -1,4 +1,4 @@
-"""The plain loop that a step is held against does the same work: the same losses."""
+"""The plain loop beside a step does the same work: its losses are equal."""
 
 from itertools import repeat
 
@@ -45,12 +45,12 @@ def test_the_plain_loop_trains_as_the_engine_does(changed):
     micro_batches = [batch(SHAPE, strategy)] * strategy.grad_accum_steps
     steps = plain_steps(plain, repeat(micro_batches), device)
     engine = engines.create(strategy, own.model, family, device=device, world=World())
-    torch.manual_seed(0)  # of stochastic rounding
+    torch.manual_seed(0)  # for stochastic rounding
     found = [next(steps).loss for _ in range(3)]
     torch.manual_seed(0)
     expected = [float(train_step(engine, family, FlowMatchingSpec(), micro_batches, lr=1e-2).loss) for _ in range(3)]
     assert found == pytest.approx(expected, rel=1e-3)
-    assert found[2] < 0.999 * found[0]  # and it is training
+    assert found[2] < 0.999 * found[0]  # it trains
 
 
 def test_a_step_without_room_for_a_second_model_is_timed_alone(monkeypatch):

@@ -1,4 +1,4 @@
-"""benchmarks/gallery.md: every model on every GPU, as gallery.json has it, and what a cell says is what runs."""
+"""benchmarks/gallery.md shows gallery.json, with every model on every GPU, and a cell's figures are those of a run."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 CELLS = [gallery.Cell.model_validate(cell) for cell in json.loads(gallery.FOUND.read_text())]
 
 RETRIED = ("pixart-sigma-xl-2-1024", "a40", 1, "full")
-"""One more sample than its largest runs where torch's allocator frees its cache."""
+"""In these, one more sample than the largest fits, because torch's allocator frees its cache."""
 
 
 def test_the_page_has_every_cell():
@@ -61,7 +61,7 @@ def test_every_model_has_a_small_image():
 
 @pytest.mark.parametrize("model", gallery.MODELS)
 def test_a_gpus_curve_has_its_own_colour_in_every_image(model):
-    """Also where it is a single point; all but H100's, which lies below A100's."""
+    """Also if it is a single point. H100's lies below A100's, and is not seen."""
     with Image.open(gallery.IMAGES / f"{model}.png") as image:
         found = [colour for _, colour in image.convert("RGB").getcolors()]
     drawn = {gallery.named(cell.gpu, cell.gpus) for cell in CELLS if cell.model == model and cell.points} - {"h100-sxm"}
@@ -73,7 +73,7 @@ def test_a_gpus_curve_has_its_own_colour_in_every_image(model):
 
 
 def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
-    """All curves are there: no GPU is asked, and images are drawn from what is kept."""
+    """All curves are there: no GPU is asked, and images are drawn from the file."""
     assert [*gallery.cells(CELLS)] == CELLS
     monkeypatch.setattr(gallery, "IMAGES", tmp_path)
     gallery.draw_all(CELLS)
@@ -81,7 +81,7 @@ def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
 
 
 def test_cells_stay_until_they_are_found_again(tmp_path, monkeypatch):
-    """Also where the command is interrupted; and who asks for its help runs nothing."""
+    """Also if the command is interrupted. --help runs nothing."""
     kept = tmp_path / "gallery.json"
     kept.write_bytes(gallery.FOUND.read_bytes())
     monkeypatch.setattr(gallery, "FOUND", kept)
@@ -122,7 +122,7 @@ def test_a_cell_is_what_bench_memory_finds_where_one_more_runs_by_retries_alone(
 
 @pytest.mark.slow
 def test_cells_run_and_one_more_sample_does_not_fit():
-    """Some of a GPU, drawn by a seed."""
+    """Some cells of a GPU, drawn by a seed."""
     gpu = catalog.resolve_gpu("rtx-4090")
     room = (
         gpu.usable_bytes - non_torch_memory(gpu.compute_capability, 1, multiprocessors=gpu.multiprocessors).high_bytes

@@ -1,4 +1,4 @@
-"""Steps of a real H100, measured once, beside what the emulated GPU said before, and says today."""
+"""Steps that a real H100 measured once, beside the emulated GPU's predictions, then and today."""
 
 import importlib.metadata
 import os
@@ -33,14 +33,14 @@ AGAIN = (
     "dit-b-4-paper",
 )
 
-# The share of what was measured that the median, 95 % and all of the points are within. One model decides the worst,
-# whose experts get tokens by their values: gpu_matrix.md says what differs, and why.
+# Error of the median, of 95 % and of all points, as shares of what was measured. One model decides the worst: its
+# experts get tokens by their values. gpu_matrix.md names the differences and their causes.
 WITHIN = {"allocated": (0, 0.0001, 0.03), "reserved": (0, 0.001, 0.011)}
 
 
 @pytest.fixture(scope="module")
 def predictions():
-    """What the emulated GPU said of all points, before they were measured."""
+    """The emulated GPU's answers for all points, from before they were measured."""
     return Predictions.model_validate_json(PREDICTED.read_bytes())
 
 
@@ -99,7 +99,7 @@ def test_how_wide_seconds_are_is_what_the_faq_says():
 
 @pytest.mark.slow
 def test_steps_of_today_reserve_what_an_h100_did(monkeypatch):
-    """By the torch of the measurement."""
+    """With the torch of the measurement."""
     monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(ROOT / ".venv-oldest/bin/python"))
     taken = {each.name: each for each in measured()}
     asked = [point for point in POINTS if point.name.startswith(AGAIN) and point.name in taken]
@@ -130,7 +130,7 @@ def listed(upto):
 
 
 def python_with(names, folder):
-    """The interpreter of an environment that has these packages, torch and what that wants, and nothing else."""
+    """The interpreter of an environment with these packages, torch and torch's requirements alone."""
     places = [Path(python).parents[1] / LIBRARIES for python in (cuda_python(), sys.executable)]
     installed = {}
     for each in importlib.metadata.distributions(path=list(map(str, places))):

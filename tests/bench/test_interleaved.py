@@ -1,4 +1,4 @@
-"""Turns are taken side by side, and summed up as they were: medians, quartiles, ratios of the same round."""
+"""Interleaved timings are summed up as measured: medians, quartiles, ratios within a round."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The oldest torch and the newest that bigdit is tested with: a part of all strategies on an emulated GPU of each."""
+"""The oldest and the newest tested torch: a part of all strategies on an emulated GPU with each."""
 
 import pytest
 from commands import ROOT

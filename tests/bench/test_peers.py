@@ -1,4 +1,4 @@
-"""benchmarks/peers.md: what its files say."""
+"""benchmarks/peers.md agrees with its files."""
 
 import peers
 

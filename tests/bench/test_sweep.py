@@ -1,4 +1,4 @@
-"""benchmarks/sweep.md: what its files say."""
+"""benchmarks/sweep.md agrees with its files."""
 
 import json
 

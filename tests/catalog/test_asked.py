@@ -1,6 +1,6 @@
-"""The GPU that --gpu and --gpu-memory ask for: slices, other memories, this machine's own, and every error text.
+"""The GPU of --gpu and --gpu-memory: slices, other memories, this machine's own, and every error text.
 
-This machine has no GPU: nvidia-smi is a fake, a script on the PATH that prints what one would.
+This machine has no GPU: nvidia-smi is a fake script on PATH that prints what a real one would.
 """
 
 import re
@@ -22,7 +22,7 @@ A100 = "1, GPU-22222222-bbbb, NVIDIA A100-SXM4-80GB, 81920, 2, 81151, Disabled"
 
 @pytest.fixture
 def nvidia_smi(monkeypatch, tmp_path):
-    """Put a fake nvidia-smi that prints these lines first on the PATH."""
+    """Put a fake nvidia-smi that prints these lines first on PATH."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def nvidia_smi(*lines, status=0):

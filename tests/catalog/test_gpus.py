@@ -1,4 +1,4 @@
-"""The GPUs of the catalogue: their facts and sources, their names, and what slices of them have."""
+"""The catalogue's GPUs: facts and sources, names, and what their slices have."""
 
 from collections import Counter
 
@@ -35,7 +35,7 @@ def test_every_gpu_is_sane_and_sourced():
 
 
 def test_multiprocessors_agree_with_the_peak_rate():
-    """Two operations a clock cycle and core give the rate at a clock that such chips have."""
+    """Two operations per clock cycle and core give the rate, at a clock that such chips have."""
     for each in gpus():
         cores = each.multiprocessors * capability(each.compute_capability).cores
         assert 0.9 <= each.tflops.fp32 * 1e3 / (2 * cores) <= 3.1, each.name  # GHz
@@ -64,7 +64,7 @@ def test_what_devices_report_of_a_multiprocessor():
 
 
 def test_multiprocessors_that_were_seen():
-    """As torch.cuda.get_device_properties gives them in public logs, with the second-level cache."""
+    """By torch.cuda.get_device_properties in public logs, with the second-level cache."""
     seen = {
         "Tesla T4": (40, 4),
         "NVIDIA A10G": (80, 6),
@@ -89,7 +89,7 @@ def test_known_gpus():
 
 
 def test_the_gpus_that_people_train_on():
-    """Each of these as its driver names it, with the figures of its data sheet: bf16, memory GB/s, both NVLink ways."""
+    """Each by its driver's name, with its data sheet's figures: bf16, memory GB/s, both NVLink directions."""
     asked = {
         "NVIDIA L4": (121, 300, None),
         "NVIDIA L40S": (362, 864, None),
@@ -114,7 +114,7 @@ def test_the_gpus_that_people_train_on():
 
 
 def test_links_one_way():
-    """PCIe's rates are those that the PCI-SIG's generations give 16 lanes; Grace has its own link to its GPUs."""
+    """PCIe's rates are those of 16 lanes of the PCI-SIG's generations. Grace has its own link to its GPUs."""
     assert gpu("v100-32g-sxm2").pcie_gbs == pytest.approx(15.754, abs=0.001)
     assert gpu("a40").pcie_gbs == pytest.approx(31.508, abs=0.001)
     assert gpu("h100-sxm").pcie_gbs == pytest.approx(63.015, abs=0.001)
@@ -161,6 +161,6 @@ def test_the_drivers_name_finds_the_gpu():
     for each in gpus():
         if TITLES[each.title] == 1:
             assert gpu(each.title).name == each.name
-        else:  # the driver calls both sizes the same
+        else:  # the driver gives both sizes the same name
             with pytest.raises(UserError, match=f"is ambiguous; name one of .*{each.name}"):
                 gpu(each.title)

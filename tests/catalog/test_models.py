@@ -1,4 +1,4 @@
-"""The models of the catalogue: counts, facts, shapes and error texts; and that torch stays out."""
+"""The catalogue's models: counts, facts, shapes and error texts. torch is not imported."""
 
 import subprocess
 import sys
@@ -84,7 +84,7 @@ def test_what_cannot_be_trained_says_why():
     first, both = model("wan2.1-i2v-14b-480p").spec, {"pos_embed_seq_len": 514}
     assert takes_first_frame(first)
     assert training_obstacle(first.model_copy(update={"kwargs": first.kwargs | both})) == (
-        "wan2.1-i2v-14b-480p needs the first and the last frame, and a store keeps only the first"
+        "wan2.1-i2v-14b-480p needs the first and the last frame, and a cache keeps only the first"
     )
     mochi = ModelSpec(name="x", class_name="MochiTransformer3DModel", kwargs={"in_channels": 32, "out_channels": 16})
     assert training_obstacle(mochi) == (
@@ -188,7 +188,7 @@ def test_every_model_has_a_native_shape():
 
 
 def test_frames_that_go_into_one_token_are_padded():
-    """81 frames are 21 of CogVideoX's latents; CogVideoXPipeline makes them 22 for 1.5, which takes them by twos."""
+    """81 frames are 21 of CogVideoX's latents. CogVideoXPipeline pads them to 22 for 1.5, which takes pairs."""
     assert batch_shape(model("cogvideox1.5-5b")).latents == (16, 22, 96, 170)
     assert latent_shape(model("cogvideox1.5-5b"), 768, 1360, 85) == (16, 22, 96, 170)
     assert batch_shape(model("cogvideox-5b")).latents == (16, 13, 60, 90)

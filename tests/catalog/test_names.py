@@ -1,4 +1,4 @@
-"""What a person types for a model or a GPU: found, asked back with a short list, or refused with the true reason."""
+"""Names of models and GPUs as people type them: found, answered by a short list, or refused with the true reason."""
 
 import re
 from collections import Counter
@@ -223,7 +223,7 @@ def test_refusals_take_nothing_away_and_name_what_there_is(kind, known):
 OF_OTHER_THINGS = {"PriorTransformer", "T5FilmDecoder", "Transformer2DModel", "TransformerTemporalModel"} | {
     "RFD4ProteinaTransformer"  # of proteins
 }
-"""Parts of pipelines of U-Nets, and what makes neither images nor videos nor sound."""
+"""Parts of U-Net pipelines, and models that make neither images nor videos nor sound."""
 
 
 def test_every_transformer_of_diffusers_is_driven_or_refused_as_one_without_adapter():

@@ -1,4 +1,5 @@
-"""A user's folder in diffusers' layout: the VAE's factor, channels and text width are its own; what is not is said."""
+"""A user's folder in diffusers' layout: the VAE's factor, channels and text width are its own, and defaults are
+named."""
 
 import json
 
@@ -27,7 +28,7 @@ def test_a_pipelines_folder_is_a_model_of_its_own(name, place, tmp_path):
 
 
 def test_the_vae_is_the_folders_own(tmp_path):
-    """A Sana whose VAE halves the sides four times, into 16 channels, and whose text is as wide as T5-large's."""
+    """A Sana whose VAE halves the sides four times, into 16 channels, with text as wide as T5-large's."""
     folder = pipeline_folder(tmp_path / "small", "Efficient-Large-Model/Sana_600M_512px_diffusers")
     widths = json.loads((folder / "vae/config.json").read_text())["encoder_block_out_channels"]
     changed(folder / "vae/config.json", latent_channels=16, encoder_block_out_channels=widths[:5])
@@ -42,7 +43,7 @@ def test_the_vae_is_the_folders_own(tmp_path):
 
 def test_what_cannot_go_together_is_refused_with_both_sides(tmp_path):
     folder = pipeline_folder(tmp_path / "odd", "black-forest-labs/FLUX.1-dev")
-    changed(folder / "transformer/config.json", joint_attention_dim=4096)  # in_channels is left to the class
+    changed(folder / "transformer/config.json", joint_attention_dim=4096)  # the class's default is in_channels
     changed(folder / "vae/config.json", latent_channels=4)
     changed(folder / "text_encoder_2/config.json", d_model=2048)
     with pytest.raises(UserError) as error:
@@ -77,7 +78,7 @@ def test_a_vae_of_an_unknown_class_is_reported_to_be_assumed(tmp_path):
 
 
 def test_a_vae_whose_arguments_are_no_known_ones_has_no_known_name(tmp_path):
-    """As CogView4's, of whose arguments the catalogue knows none."""
+    """CogView4's: the catalogue does not know its arguments."""
     folder = pipeline_folder(tmp_path / "own", "black-forest-labs/FLUX.1-dev")
     changed(folder / "vae/config.json", scaling_factor=0.5)
     assert user_model(folder).vae.name == "the VAE of own"

@@ -1,4 +1,4 @@
-"""A user's config.json as a model to plan for: what is read from it, what its sibling lends, what is refused."""
+"""A user's config.json as a model to plan for: what is read from it, what its sibling adds, what is refused."""
 
 import json
 from collections import Counter
@@ -33,7 +33,7 @@ def test_the_catalogues_own_arguments_give_the_catalogues_shapes(tmp_path):
         assert (user.name, user.spec.kwargs, user.params) == ("mine", m.spec.kwargs, None), name
         for field in ("text", "vae", "patch_size", "resolution", "video", "clip"):
             assert getattr(user, field) == getattr(m, field), (name, field)
-        assert batch_shape(user) == batch_shape(m).model_copy(update={"first_frame": False}), name  # which a run says
+        assert batch_shape(user) == batch_shape(m).model_copy(update={"first_frame": False}), name  # a run states it
         assert user.plannable, name
         assert name in user.unverified, name
 

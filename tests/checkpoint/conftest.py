@@ -1,4 +1,4 @@
-"""An engine that has taken a step, to be saved."""
+"""An engine after a step, to be saved."""
 
 import pytest
 from resuming import started, strategy

@@ -1,4 +1,4 @@
-"""The card beside exported weights: what the hub reads of it, and nothing that is private."""
+"""The model card beside exported weights: what the hub reads from it, and nothing private."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def test_a_card_says_what_a_run_trained(trained):
 
 @pytest.fixture
 def altered(trained, tmp_path):
-    """Makes an output of the trained run with other words in its state, and exports it."""
+    """An output of the trained run with other words in its state, exported."""
 
     def make(run=(), **others):
         found = checkpoint.latest(trained)[0]

@@ -1,4 +1,4 @@
-"""A checksum is of all bytes of a file, whether or not they take place on the disk."""
+"""A checksum covers all bytes of a file, also its holes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_holes_count_as_the_zeros_that_they_are_read_as(tmp_path: Path, runs: li
 
 
 def test_a_file_of_holes_alone(tmp_path: Path) -> None:
-    """Larger than what 32 bits count."""
+    """Larger than 32 bits can count."""
     file = tmp_path / "file"
     with open(file, "wb") as opened:
         opened.truncate(1 << 32)

@@ -51,7 +51,8 @@ def resumed(output, features):
 
 
 def damaged(document, values):
-    """The document with one value of another type, at each place in turn; of parameters' shapes the first three."""
+    """The document with one value of another type, at each place in turn. Of parameters' shapes, only the first
+    three."""
     for key in places(document):
         *parents, last = key
         changed = copy.deepcopy(document)
@@ -73,7 +74,7 @@ def places(document, key=()):
 
 
 def answered(*doors):
-    """Whatever else than UserError comes out of a door fails."""
+    """Any exception but UserError fails the test."""
     for door in doors:
         with suppress(UserError):
             door()
@@ -156,7 +157,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_whole(kind, output, resu
             file.touch()
             os.truncate(file, 2**40)
             if file in shards:
-                file.unlink()  # all bytes of weights are read, however many
+                file.unlink()  # all bytes of weights are read, whatever their number
         answered(lambda: start_notices(resumed), lambda: verify(find_checkpoint(output)[0]))
         if kind == "pipe" and file.name == STATE:
             with pytest.raises(UserError, match=r"it is a named pipe, and a regular file was expected"):

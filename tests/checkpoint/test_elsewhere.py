@@ -1,4 +1,4 @@
-"""A run resumes under another engine and with another number of processes: the same state, by parameters' names."""
+"""A run resumes under another engine and on another number of processes, with the same state by parameter name."""
 
 import json
 
@@ -71,7 +71,7 @@ NAMES += ("zero0 in groups", "fsdp2 in groups", "fsdp2 in fp8", "zero1 in groups
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run of one process, taken up by two under one engine after the other, a step each; with what each held."""
+    """A run of one process that two continue under one engine after the other, a step each; and each one's state."""
     folder = tmp_path_factory.mktemp("elsewhere")
     engine, ema, step, peers = started(strategy(), World())
     step()
@@ -87,7 +87,7 @@ def runs(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_one_process_takes_up_what_two_had(runs, name):
-    """Masters, average and optimizer state, to the bit; and the step counts of all are one higher each time."""
+    """Masters, EMA and optimizer state, to the bit. All step counts grow by one each time."""
     found, _ = checkpoint.latest(runs / name)
     engine, ema, _, _ = started(strategy(), World(), seed=5, found=found)
     state, expected = whole_state(engine, ema), load_file(runs / f"{name}.safetensors")
@@ -134,7 +134,7 @@ def test_what_a_process_copies_to_save_is_counted_on_an_emulated_gpu(runs):
 
 
 def test_blocks_are_other_ones_where_what_decays_lies_apart():
-    """Under ZeRO, which lays a group end to end; elsewhere a parameter is a master whatever its group."""
+    """Under ZeRO, which joins a group's weights. Elsewhere each parameter has a master, whatever its group."""
     for zero in (strategy("deepspeed", 2, 2), strategy("deepspeed", 2, 3)):
         assert layout(zero) != layout(zero.model_copy(update={"optimizer": IN_GROUPS}))
     for wanted in (strategy(), strategy("fsdp2", 2)):
@@ -151,6 +151,6 @@ def test_state_in_blocks_stays_where_it_was_made(tmp_path):
     with pytest.raises(UserError) as refused:
         checkpoint.check_resumable(found, MODEL, elsewhere)
     assert str(refused.value) == (
-        f"{found.folder} holds the state of adamw_8bit_ao in blocks or factors as single made them, and the run is "
+        f"{found.folder} holds the state of adamw_8bit_ao in blocks or factors for single, and the run is "
         f"fsdp2 on 2 processes; choose another output; there model.init_from={found.folder} starts from these weights"
     )

@@ -1,15 +1,15 @@
-"""Weights in diffusers' format: written where the run says, and read back as they were written or not at all."""
+"""Weights in diffusers' format: written where the run says, and read back unchanged or not at all."""
 
 import json
 import shutil
 
 import pytest
 import torch
-from commands import DIGITS, SINGLE, reading, with_set
+from commands import DIGITS, SINGLE, reading
 from diffusers import SanaTransformer2DModel
 from resuming import save
 from safetensors.torch import load_file
-from training import main, run
+from training import launched, run
 from whole import full_weights
 
 from bigdit import checkpoint
@@ -46,8 +46,11 @@ def flip(file):
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda folder: flip(folder / FILE), f"/{FILE} is damaged: its checksum is not the one in checksums.json"),
-        (lambda folder: flip(folder / "config.json"), "/config.json is damaged: its checksum is not the one in"),
+        (
+            lambda folder: flip(folder / FILE),
+            f"/{FILE} is damaged: its checksum differs from that in checksums.json",
+        ),
+        (lambda folder: flip(folder / "config.json"), "/config.json is damaged: its checksum differs from that in"),
         (lambda folder: (folder / FILE).unlink(), f" lacks {FILE}, which its checksums.json names; copy it again, or"),
         (lambda folder: (folder / "config.json").unlink(), " lacks config.json, which its checksums.json names"),
         (
@@ -57,7 +60,7 @@ def flip(file):
         (lambda folder: (folder / "checksums.json").write_text("[]"), "/checksums.json is damaged or cannot be read"),
         (
             lambda folder: shutil.copy(folder / FILE, folder / "model.safetensors"),
-            "/model.safetensors is no part of its export: checksums.json does not name it; remove it",
+            "/model.safetensors is not part of its export: checksums.json does not name it; remove it",
         ),
     ],
     ids=["weights", "config", "no weights", "no config", "half", "none", "more"],
@@ -114,7 +117,7 @@ def test_an_export_that_an_interrupted_run_owes_is_made(tmp_path, engine_and_ave
     found, _ = checkpoint.latest(tmp_path)
     config = (f"output={tmp_path}", *SINGLE, "train.steps=9")
     export_missed(load_run(DIGITS, config), [9], found)
-    assert not (tmp_path / "exports").exists()  # it is not the last, and none that is named
+    assert not (tmp_path / "exports").exists()  # it is neither the last nor one that is named
     due = load_run(DIGITS, (*config, "train.export_every=1"))
     export_missed(due, [9], found)
     folder = tmp_path / "exports/step-00000001"
@@ -147,11 +150,11 @@ LUMINA = (
 
 
 def test_a_whole_model_is_one_file_beside_the_folder(features, trained, tmp_path):
-    """Whose names are ComfyUI's, and whose numbers are the folder's."""
+    """With ComfyUI's names, and the folder's numbers."""
     kwargs = checkpoint.latest(trained)[0].state["model"]["kwargs"]
     model = LUMINA.replace("CHANNELS", str(kwargs["in_channels"])).replace("WIDTH", str(kwargs["caption_channels"]))
     more = (*SINGLE, *reading(features), f"output={tmp_path}", "train.steps=2", "train.warmup_steps=1", model)
-    assert main.main(["--config", str(DIGITS), *with_set([*more, "strategy.ema={decay: 0.9}"])]) == 0
+    assert launched(DIGITS, [*more, "strategy.ema={decay: 0.9}"]) == 0
     export_command.run(tmp_path, tmp_path / "out", single_file="bf16")
     folder = tmp_path / "out/single_file"
     names = [f"Lumina2Transformer2DModel{ema}-bf16.safetensors" for ema in ("", "-ema")]

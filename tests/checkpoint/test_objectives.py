@@ -1,4 +1,4 @@
-"""What a run may ask otherwise when it resumes: the same prediction and noise, and the rest with a word."""
+"""What a resumed run may change: not prediction and noise; all else with a log line."""
 
 import pytest
 from commands import DIGITS
@@ -19,7 +19,7 @@ def trained_by(folder, objective, *without, run=None):
 
 
 def changed(folder, before, now, *overrides):
-    """What is said of a run that resumes with another objective and other settings, without its beginning."""
+    """The log of a run that resumes with another objective and other settings, without its beginning."""
     run = load_run(DIGITS)
     found = changed_since(
         trained_by(folder, before, run=run), load_run(DIGITS, overrides).model_copy(update={"objective": now})
@@ -39,7 +39,7 @@ def test_other_weights_and_times_are_reported(tmp_path):
 
 
 def test_all_that_is_trained_otherwise_is_reported(tmp_path):
-    """The recipe's rate falls: so its length counts."""
+    """The recipe's rate falls, so that its length counts."""
     objective = FlowMatchingSpec()
     printed = {
         "data.caption_dropout=0.3": "data.caption_dropout 0.1, and resumes with 0.3",
@@ -77,7 +77,7 @@ def test_a_key_that_came_later_had_its_default(tmp_path):
 
 
 def test_betas_that_were_of_no_use_may_be_left_out(tmp_path):
-    """They were taken in silence once."""
+    """Before, they were accepted and ignored."""
     before = DdpmSpec(betas="squaredcos_cap_v2", beta_start=0.001)
     check_objective(trained_by(tmp_path, before), DdpmSpec(betas="squaredcos_cap_v2"))
 

@@ -1,4 +1,4 @@
-"""The pipeline around exported weights: whole or not at all, its files nobody else's, and none that is damaged."""
+"""The pipeline around exported weights: whole or absent, with files of its own, none of them damaged."""
 
 import json
 import os
@@ -32,7 +32,7 @@ WHOLE = {"README.md", "model_index.json", "scheduler", "text_encoder", "tokenize
 
 
 def write_pipeline(folder):
-    """A pipeline that a Sana may be the transformer of, as far as its files tell."""
+    """A pipeline whose transformer may be a Sana, as far as its files tell."""
     for part in ("scheduler", "text_encoder", "tokenizer", "transformer"):
         (folder / part).mkdir(parents=True)
     (folder / "model_index.json").write_text(json.dumps(INDEX))
@@ -43,7 +43,7 @@ def write_pipeline(folder):
 
 
 def fed_by(pipeline, trained, output):
-    """The output of a run that began with the pipeline's transformer."""
+    """The output of a run that started from the pipeline's transformer."""
     found, _ = checkpoint.latest(trained)
     shutil.copytree(trained / "checkpoints", output / "checkpoints")
     run = found.state["run"]
@@ -70,7 +70,7 @@ def test_exported_files_may_be_changed_in_place(pipeline, output, tmp_path):
     blob = tmp_path / "a hub/blobs/4567"
     blob.parent.mkdir()
     (pipeline / WEIGHTS).rename(blob)
-    (pipeline / WEIGHTS).symlink_to(blob)  # as a hub's cache has them
+    (pipeline / WEIGHTS).symlink_to(blob)  # like a hub cache's
     (pipeline / "text_encoder/more").mkdir()
     (pipeline / "text_encoder/more/vocab").write_bytes(b"v")
     whole = tmp_path / "a b/exported"
@@ -132,7 +132,7 @@ def dangle(file):
         ),
         (
             lambda base: (base / "scheduler/scheduler_config.json").write_text('{"num_train_timesteps": "many"}'),
-            "/scheduler/scheduler_config.json no FlowMatchEulerDiscreteScheduler can be made: ",
+            "/scheduler/scheduler_config.json makes no FlowMatchEulerDiscreteScheduler: ",
         ),
         (
             lambda base: (base / "model_index.json").write_text(

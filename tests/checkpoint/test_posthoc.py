@@ -1,4 +1,4 @@
-"""Averages of widths that were not kept, made of snapshots of those that were (arXiv:2312.02696, §3.2, appendix C)."""
+"""EMAs of other widths, made from snapshots of those that were kept (arXiv:2312.02696, §3.2, appendix C)."""
 
 import itertools
 import shutil
@@ -23,7 +23,7 @@ from bigdit.errors import UserError
 from bigdit.sampling import Sampler
 
 WEIGHTS = "transformer_ema/diffusion_pytorch_model.safetensors"
-# Weights that move as much at the end as at the beginning: averages of different widths then differ.
+# Weights that move as much at the end as at the beginning: EMAs of different widths then differ.
 STEADY = (
     "train.lr_schedule=constant",
     "train.warmup_steps=0",
@@ -37,13 +37,13 @@ STEPS = 40
 
 @pytest.fixture(scope="module")
 def kept(features, tmp_path_factory):
-    """The last checkpoint of a run with 8 snapshots of two averages."""
+    """The last checkpoint of a run with 8 snapshots of two EMAs."""
     return run_to(STEPS, tmp_path_factory.mktemp("kept"), features, *KEPT)
 
 
 @pytest.fixture
 def copied(kept, tmp_path):
-    """The output of the same, to be damaged."""
+    """A copy of that output, to be damaged."""
     shutil.copytree(kept.folder.parents[1], tmp_path / "run", ignore=shutil.ignore_patterns("exports"))
     return tmp_path / "run"
 
@@ -54,7 +54,7 @@ def of(output):
 
 @given(st.lists(st.floats(1.05, 4), min_size=2, max_size=12), st.sampled_from([0.02, 0.05, 0.12]), st.data())
 def test_a_profile_that_was_kept_is_made_of_itself_alone(times, narrow, data):
-    """And by nothing of the others, as far as they are no closer than a twentieth of the steps and twice the width."""
+    """The others do not contribute, as far as they are no closer than a twentieth of the steps and twice the width."""
     steps = np.cumprod([100.0, *times]).astype(int).tolist()
     profiles = [(step, width) for step in steps for width in (narrow, 2 * narrow)]
     wanted = data.draw(st.integers(0, len(profiles) - 1))
@@ -74,7 +74,7 @@ def test_a_profile_depends_on_the_share_of_the_steps_and_not_on_their_number(cou
 
 @pytest.mark.parametrize(("width", "error"), [(0.07, 0.0134), (0.13, 0.0194)])
 def test_more_snapshots_make_a_profile_finer(width, error):
-    """Twice as many are four times as close: what is between two snapshots is a parabola to each of them."""
+    """Twice as many are four times as close: between two snapshots lies a parabola."""
     errors = []
     for count in (8, 16, 32, 64):
         profiles = [(1000 * (i + 1), kept) for i in range(count) for kept in (0.05, 0.1)]
@@ -84,8 +84,8 @@ def test_more_snapshots_make_a_profile_finer(width, error):
 
 
 def test_an_ema_that_is_made_is_the_one_that_would_have_been_kept(kept, features, tmp_path):
-    """A run that keeps these widths from the start has the same weights: from its averages those that are made are a
-    share of the way to the weights that is below the error of the profile, and a twentieth of that to what was kept."""
+    """A run that keeps these widths from the start has the same weights. The distance is below the profile's error as
+    a share of the way to the weights, and a twentieth of the way to what was kept."""
     direct = run_to(STEPS, tmp_path / "direct", features, *STEADY, "strategy.ema.widths=[0.07, 0.13]")
     weights = _held(kept, "master")
     assert torch.equal(weights, _held(direct, "master"))
@@ -122,7 +122,7 @@ def _shaped(found):
 
 
 def _held(found, kind):
-    """All that a checkpoint holds of a kind, end to end in fp64."""
+    """All that a checkpoint holds of a kind, joined, in fp64."""
     tensors = _shaped(found)
     load_kind(found, kind, tensors)
     return _flat(tensors)
@@ -148,7 +148,7 @@ run_to(100000, Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
 
 
 def test_a_run_that_was_killed_between_snapshots_makes_the_same_emas(features, tmp_path):
-    """Those of the snapshots and of the checkpoint, to the bit; those after its checkpoint it makes again."""
+    """From its snapshots and its checkpoint, to the bit. It makes snapshots after its checkpoint again."""
     every = (*WIDTHS, "train.snapshot_every=2", "train.checkpoint_every=3")
     straight = run_to(24, tmp_path / "straight", features, *every)
     (tmp_path / "killed.py").write_text(_KILLED)
@@ -168,7 +168,7 @@ def test_a_run_that_was_killed_between_snapshots_makes_the_same_emas(features, t
     one, other = (_tensors(found.folder) for found in (straight, resumed))
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert list(resumed.state["snapshots"]) == names
-    PostHoc(resumed, 0.07)  # of snapshots of both, by the checksums that the last checkpoint has
+    PostHoc(resumed, 0.07)  # of snapshots of both, by the last checkpoint's checksums
 
 
 def _tensors(folder):
@@ -194,7 +194,7 @@ def test_what_emas_cannot_be_made_of_is_a_line(copied):
     before = file.read_bytes()
     file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     assert refused(copied) == (
-        f"{file} is damaged: its checksum is not the one in snapshot.json; remove the snapshot, and EMAs are "
+        f"{file} is damaged: its checksum differs from that in snapshot.json; remove the snapshot, and EMAs are "
         "made without it"
     )
     shutil.rmtree(root / "step-00000010")
@@ -212,7 +212,7 @@ def test_what_emas_cannot_be_made_of_is_a_line(copied):
 
 
 def test_emas_are_made_at_the_step_of_any_checkpoint(kept):
-    """Of the snapshots before it; one is the same as the checkpoint's own averages, and counts once."""
+    """From the snapshots before it. One equals the checkpoint's own EMAs, and counts once."""
     earlier, _ = checkpoint.find_checkpoint(kept.folder.with_name("step-00000020"))
     assert list(earlier.state["snapshots"]) == [f"step-{step:08d}" for step in (5, 10, 15, 20)]
     assert PostHoc(earlier, 0.07).message.startswith("the EMA of width 0.07 from 8 others: ")

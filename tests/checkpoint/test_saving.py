@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, verified, kept by the course of the run, and never of weights that are not finite."""
+"""Checkpoints are whole or absent, verified, kept by the run's course, and never of weights that are not finite."""
 
 import json
 import math
@@ -20,7 +20,7 @@ DESCRIBED = {"model": MODEL.model_dump(mode="json"), "run": {}, "data": None}
 
 
 def keep(output, engine_and_average, *steps, keeping, found=None):
-    """Save at each of the steps, as a run that resumes from `found`; the names that are there afterwards."""
+    """Save at each of the steps, as a run that resumes from `found`. Returns the names that are left."""
     engine, ema = engine_and_average
     described = DESCRIBED | {"strategy": engine.strategy.model_dump(mode="json")}
     with checkpoint.Saver(output, checkpoint.Peers(), keeping, found=found) as saving:
@@ -50,13 +50,13 @@ def test_the_last_stay_and_those_of_chosen_steps(tmp_path, engine_and_average):
 
 
 def test_a_run_that_went_back_keeps_what_it_saves(tmp_path, engine_and_average):
-    """With fewer to keep than before: the newest state is that of this course, whatever its number."""
+    """With fewer to keep than before. The newest state is that of this course, whatever its number."""
     keep(tmp_path, engine_and_average, 2, 4, 6, 8, keeping=checkpoint.Keeping(4))
     (tmp_path / "checkpoints/latest").write_text("step-00000004\n")
     found, notices = checkpoint.latest(tmp_path)
     assert (found.step, found.lineage, notices) == (4, [2, 4], [])
     keep(tmp_path, engine_and_average, 5, keeping=checkpoint.Keeping(1), found=found)
-    assert there(tmp_path) == [5, 6, 8]  # 2 and 4 were of its course; 6 and 8 are of the other
+    assert there(tmp_path) == [5, 6, 8]  # 2 and 4 belong to its course; 6 and 8 to the other
     assert checkpoint.latest(tmp_path)[0].step == 5
 
 
@@ -77,7 +77,7 @@ def test_where_latest_is_lost_the_newest_is_found_and_reported(tmp_path, engine_
     pointer = tmp_path / "checkpoints/latest"
     pointer.unlink() if content is None else pointer.write_bytes(content)
     found, (notice,) = checkpoint.latest(tmp_path)
-    assert found.step == 5  # saved last, though 6 has the higher number
+    assert found.step == 5  # saved last, though 6 is the higher number
     assert notice.startswith(f"{pointer} {why}")
     assert notice.endswith("; step-00000005 was saved last")
 
@@ -161,7 +161,7 @@ def test_a_checkpoint_in_the_place_of_another_is_refused(tmp_path, engine_and_av
     root = tmp_path / "checkpoints"
     (root / "step-00000004").rename(tmp_path / "aside")
     shutil.copytree(root / "step-00000002", root / "step-00000004")
-    with pytest.raises(UserError, match=r"step-00000004 holds step-00000002: it lies in the place of another; to r"):
+    with pytest.raises(UserError, match=r"step-00000004 holds step-00000002: its folder has the name of another; to r"):
         checkpoint.latest(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_a_step_that_was_changed_is_found_out(tmp_path, engine_and_average):
     with pytest.raises(UserError) as refused:
         checkpoint.latest(tmp_path)
     assert str(refused.value) == (
-        f"{file} is damaged: its checksum is not its own; "
+        f"{file} is damaged: its checksum does not match its content; "
         f"to resume from the one before, write step-00000002 into {tmp_path}/checkpoints/latest"
     )
 
@@ -205,18 +205,18 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, engine_and_average):
         damaged = bytearray(content)
         damaged[at] ^= 4
         file.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"is damaged: its checksum is not the one in state\.json; there is no"):
+        with pytest.raises(UserError, match=r"is damaged: its checksum differs from that in state\.json; there is no"):
             checkpoint.verify(found)
     file.write_bytes(content)
     checkpoint.verify(found)
     other = file.with_name("rank-00001-of-00002.safetensors")
     other.write_bytes(content)
-    with pytest.raises(UserError, match=r"rank-00001-of-00002\.safetensors is no part of its checkpoint"):
+    with pytest.raises(UserError, match=r"rank-00001-of-00002\.safetensors is not part of its checkpoint"):
         checkpoint.verify(found)
 
 
 def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path):
-    """The thread writes a copy: steps that are taken meanwhile do not get into it."""
+    """The thread writes a copy, which later steps do not change."""
     engine, ema, step, peers = started(strategy(), World())
     described = DESCRIBED | {"strategy": engine.strategy.model_dump(mode="json")}
     with checkpoint.Saver(tmp_path, peers, checkpoint.Keeping(9)) as saving:

@@ -1,4 +1,4 @@
-"""What accelerate's launcher was asked for, as its own code tells its processes: what the run does, or refused."""
+"""Options of accelerate's launcher, as its own code passes them to processes: the run obeys, or refuses."""
 
 import json
 import os
@@ -7,11 +7,11 @@ import pytest
 import yaml
 from accelerate.commands import launch
 from plan_files import SINGLE, plan_of, problems, run_yaml, write, zero2
+from training import launched
 
 from bigdit.config.check import check_accelerate
 from bigdit.config.load import load_stages, parse_strategy
 from bigdit.dist import ACCELERATE, asked_of_accelerate
-from bigdit.train import main
 
 DEEPSPEED = "--use_deepspeed --num_processes 2"
 FSDP = "--use_fsdp --num_processes 2"
@@ -23,7 +23,7 @@ FP32 = parse_strategy(["fsdp2,world_size=2,dp_replicate=2,precision=fp32,compile
 
 @pytest.fixture
 def reported(monkeypatch):
-    """Has this process told of options as those of `accelerate launch` are."""
+    """Give this process the environment that `accelerate launch` makes of options."""
 
     def tell(options):
         for variable, _ in ACCELERATE.values():
@@ -45,7 +45,7 @@ def reported(monkeypatch):
 
 @pytest.fixture
 def checked(reported, tmp_path):
-    """What a run by a plan of this strategy says to options of accelerate."""
+    """The answer of a run by a plan of this strategy to options of accelerate."""
 
     def check(strategy, options):
         plan = plan_of(strategy)
@@ -62,7 +62,7 @@ def checked(reported, tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        (zero2(), "--multi_gpu --num_processes 2"),  # which names no engine
+        (zero2(), "--multi_gpu --num_processes 2"),  # it names no engine
         (zero2(), DEEPSPEED),
         (zero2(), f"{DEEPSPEED} --zero_stage 2 --mixed_precision bf16 --gradient_accumulation_steps 1"),
         (zero2(), f"{DEEPSPEED} --deepspeed_config_file {{folder}}/ds_config.json"),
@@ -167,7 +167,7 @@ def test_another_file_of_deepspeeds_is_refused_by_what_differs(checked, tmp_path
 
 
 def test_its_config_says_as_much_as_its_options(reported, tmp_path):
-    """Every entry that `accelerate config` writes for DeepSpeed; an option beside it has the last word."""
+    """Every entry that `accelerate config` writes for DeepSpeed. An option overrides it."""
     deepspeed = {
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
@@ -198,7 +198,7 @@ def test_a_launched_process_refuses_before_it_looks_for_features(reported, tmp_p
     reported(f"{DEEPSPEED} --zero_stage 1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    assert main.main(["--config", str(config)]) == 1
+    assert launched(config, []) == 1
     assert capsys.readouterr().err.splitlines() == [
         "error: accelerate was asked for --zero_stage 1 (ACCELERATE_DEEPSPEED_ZERO_STAGE), and strategy.ds_config: "
         "zero_optimization.stage is 2; use --zero_stage 2"

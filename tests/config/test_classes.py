@@ -1,4 +1,4 @@
-"""What a run of classes, and one of captions, must say, and what neither may."""
+"""What class-conditional runs, and runs with captions, must set, and what they may not."""
 
 import pytest
 from commands import DIGITS, ROOT, SINGLE

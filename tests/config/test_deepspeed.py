@@ -1,4 +1,4 @@
-"""What DeepSpeed's document may say, what is filled in, and what is refused before anything runs."""
+"""DeepSpeed's document: what it may contain, what is filled in, and what is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOST = {"device": "cpu"}
 
 
 def _complete(document: dict[str, Any] | None, **strategy: Any) -> tuple[dict[str, Any], list[str]]:
-    """What DeepSpeed gets of a strategy with this document; and the problems."""
+    """DeepSpeed's document for a strategy with this one; and the problems."""
     asked = {"engine": "deepspeed", "ds_config": document, **strategy}
     try:
         return Strategy.model_validate(asked).ds_document, []
@@ -55,7 +55,7 @@ def test_the_document_is_of_this_engine_alone() -> None:
 def test_offload_to_the_host_is_accepted(zero: dict[str, Any]) -> None:
     complete, problems = _complete({"zero_optimization": zero})
     assert problems == []
-    assert complete["zero_force_ds_cpu_optimizer"] is False  # torch's AdamW steps on the host
+    assert complete["zero_force_ds_cpu_optimizer"] is False  # torch's AdamW steps on the CPU
     assert complete["zero_optimization"] == zero
 
 
@@ -103,7 +103,7 @@ _CPU_ADAM = "needs DeepSpeedCPUAdam, and bigdit steps its own optimizer; remove 
         ),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
-            "ds_config.zero_optimization.zero_hpz_partition_size is 8: it shards within a node, and an attempt knows "
+            "ds_config.zero_optimization.zero_hpz_partition_size is 8: it shards within a node, and plans know "
             "processes, not nodes; remove it",
         ),
         (
@@ -180,7 +180,7 @@ def test_sizes_may_be_written_as_powers_and_everything_may_be_auto() -> None:
 
 
 class _Asked(dict[str, Any]):
-    """A document that keeps which of its keys were asked for."""
+    """A document that records which of its keys were read."""
 
     asked: ClassVar[set[str]] = set()
 

@@ -1,4 +1,4 @@
-"""The objective of a run: whose it is where nothing is said, and what cannot go together, by the key that mends it."""
+"""A run's objective: its default, and which settings exclude each other, by the key to change."""
 
 import pytest
 from commands import DIGITS
@@ -33,7 +33,7 @@ def test_models_are_trained_as_their_authors_did():
     hunyuan = [objective_of(model(name).spec, None) for name in ("hunyuandit-v1.2", "hunyuandit-v1.1")]
     assert {(each.prediction, each.betas, each.beta_start) for each in hunyuan} == {("v", "scaled_linear", 0.00085)}
     assert [each.beta_end for each in hunyuan] == [0.018, 0.03]
-    assert own["HunyuanDiT2DModel"] == hunyuan[1]  # its class takes a style where nothing is said
+    assert own["HunyuanDiT2DModel"] == hunyuan[1]  # its class takes a style if nothing is said
     shifted = {name: objective_of(model(name).spec, None).shift for name in ("sd3.5-large", "flux.1-dev", "lumina-2")}
     assert shifted == {"sd3.5-large": 3.0, "flux.1-dev": ExponentialShift(), "lumina-2": 1.0}
     assert PUBLISHED.keys() <= {each.name for each in models.models()}

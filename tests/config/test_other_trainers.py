@@ -1,4 +1,4 @@
-"""Keys, options and values of other trainers are answered by what they mean, before what they are spelt like."""
+"""Keys, options and values of other trainers are answered by their meaning, before their spelling."""
 
 import re
 
@@ -19,7 +19,7 @@ def problems(*overrides):
 
 
 def test_each_key_leads_to_one_of_the_run():
-    """One that the run did not have, or had itself, would be answered otherwise."""
+    """A key that the run lacks, or has itself, would be answered otherwise."""
     assert len(KEYS) == sum(len(names.split()) for names in _NAMES.values())  # none stands twice
     assert set(problems(*(f"{name}=1" for name in KEYS))) == {
         f"{name}: unknown key; {suggested(meant)}" for name, meant in KEYS.items()

@@ -91,7 +91,7 @@ def test_binary_and_missing_files(tmp_path):
 
 
 def test_a_plan_of_other_keys_is_one_line(tmp_path):
-    """What a bigdit of other keys has written, with its digest."""
+    """Another version of bigdit wrote it, with its digest."""
     from bigdit.config import plan_file
 
     file = tmp_path / "plan.yaml"

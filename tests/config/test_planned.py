@@ -1,4 +1,4 @@
-"""A run beside its plan: what its strategy has otherwise, what the plan did not foresee, and what is refused."""
+"""A run beside its plan: how its strategy differs, what the plan did not foresee, and what is refused."""
 
 import pytest
 from plan_files import SINGLE, STRATEGIES, plan_of, problems, run_yaml, write, zero2
@@ -126,7 +126,7 @@ HSDP = "fsdp2,world_size=64,dp_replicate=8,micro_batch_size=4"
 
 
 def of_machines(tmp_path, plan_strategy, gpus, monkeypatch, *overrides, here=8):
-    """The stage of a run with a plan's strategy, on so many GPUs, `here` a machine."""
+    """The stage of a run with a plan's strategy, on so many GPUs, `here` per machine."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     file = run_yaml(tmp_path, plan_of(parse_strategy([plan_strategy])), plan=None)
     return load_stages(file, overrides, gpus)[0]

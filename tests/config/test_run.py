@@ -1,4 +1,4 @@
-"""Configs: strict, overridable, and every problem told at once by the key that mends it."""
+"""Configs are strict and can be overridden. All problems are told at once, with the key to change."""
 
 import json
 
@@ -45,6 +45,9 @@ def test_an_unknown_key_names_the_nearest():
     assert problems(["train.stepz=3"]) == ["train.stepz: unknown key; did you mean steps, decay_steps?"]
     assert problems(["encoders.image.facto=2"]) == [
         "encoders.image.facto: unknown key; did you mean factor? (pixels per side of a latent)"
+    ]
+    assert problems(["encoders.text.name=t5"]) == [
+        "encoders.text.name: unknown key; did you mean class_name? (the class of what `path` or `config` describe)"
     ]
     assert problems(["mode.name=x"]) == ["mode: unknown key; did you mean model, encoders?"]
 

@@ -1,4 +1,4 @@
-"""Stages of a run: whole runs by what each has otherwise, and every problem by its key."""
+"""A run's stages: whole runs that differ in their own keys, and every problem with its key."""
 
 import pytest
 import yaml
@@ -83,7 +83,7 @@ def test_a_run_without_stages_is_one(tmp_path):
 
 
 def test_a_step_belongs_to_the_stage_that_takes_it(tmp_path):
-    """A checkpoint at a border belongs to the stage that follows; one at the end of all to the last."""
+    """A checkpoint at a border belongs to the next stage, one at the end of all to the last."""
     stages = prepare_stages(load_stages(written(tmp_path, LOW, HIGH), ALONE))
     assert [stage_at(stages, step).stage.number for step in (0, 4, 5, 11, 12)] == [0, 0, 1, 1, 1]
 
@@ -94,9 +94,6 @@ def test_overrides_reach_a_stage(tmp_path):
     assert (high.run.train.steps, high.run.train.min_lr) == (9, 1e-5)
     assert problems(path, "stages.2.train.steps=9") == [
         "--set stages.2.train.steps=9: 2 is no number of a list of 2, from 0 on"
-    ]
-    assert problems(path, "stages[1].train.steps=9") == [
-        "--set stages[1].train.steps=9: numbers of a list follow a dot; write stages.1.train.steps=9"
     ]
     assert load_stages(path, ["stages.0=null", "stages=[{train: {steps: 3}}]"])[0].end == 3
 

@@ -1,5 +1,5 @@
-"""Every command of README and docs/ does what stands there: how each is tried, and why, is the table in
-docs/contributing.md."""
+"""Every command of README and docs/ does what the page says. The table in docs/contributing.md says how each is
+tried, and why."""
 
 import re
 import shlex
@@ -31,12 +31,12 @@ FENCE = re.compile(r"^```(.*?)$\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"console", "text", "yaml"}
 OURS = dict(commands())
 OF_RECIPES = {line: name for name in names() for line in recipe(name).commands}
-USAGE = typer.BadParameter.__base__  # of typer's own copy of click
+USAGE = typer.BadParameter.__base__  # from typer's own copy of click
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A command of a page, without variables that are set for it, and what the page says that it prints."""
+    """A page's command, without variables that are set for it, and the output that the page shows."""
 
     page: str
     text: str
@@ -49,14 +49,14 @@ class Shown:
 
     @property
     def options(self):
-        """Those that follow the command's name, and the name, of a command of bigdit."""
+        """The options of a bigdit command, after its name; and the name."""
         words = self.words[1:]
         name = next(name for name in OURS if words[: len(name.split())] == name.split())
         return name, words[len(name.split()) :]
 
 
 def shown(page, text):
-    """The commands of a page: behind `$ `, over lines that end with a backslash, each with the lines after it."""
+    """A page's commands: behind `$ `, continued by a backslash, each with the lines after it."""
     for language, block in FENCE.findall(text):
         if language == "console":
             for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
@@ -65,14 +65,14 @@ def shown(page, text):
 
 
 def tried_by():
-    """How each kind of command is tried, by its beginning: the table of contributing.md."""
+    """How each kind of command is tried, by its beginning: contributing.md's table."""
     rows = re.findall(r"^\| `(.+?)` \| (\w+) \| (.+) \|$", (ROOT / "docs/contributing.md").read_text(), re.MULTILINE)
     assert len({start for start, _, _ in rows}) == len(rows)
     return {start: how for start, how, _ in rows}
 
 
 def beginning(command, starts):
-    """The longest of the beginnings; None where there is none."""
+    """The longest matching beginning, or None."""
     words = command.words
     fitting = [start for start in starts if words[: len(shlex.split(start))] == shlex.split(start)]
     return max(fitting, key=len, default=None)
@@ -82,7 +82,7 @@ ALL = [command for page in PAGES for command in shown(page, (ROOT / page).read_t
 
 
 def agrees(output, printed):
-    """Whether a page's output is what was printed, but for the lines that a line of … stands for."""
+    """Whether a page's output is the printed one. A line of … stands for any lines."""
     parts = re.split(r"^…\n", output, flags=re.MULTILINE)
     return re.fullmatch(r"(?:.*\n)*?".join(map(re.escape, parts)), printed) is not None
 
@@ -92,7 +92,7 @@ EXTRACT, TRAIN = "bigdit extract --config my.yaml", "bigdit train --config my.ya
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory, images):
-    """The folder of a reader who has extracted and trained, as pages say it, and what these two commands came to."""
+    """The folder of a reader who has extracted and trained, as pages say, and the results of these two commands."""
     return done_in(reader_folder(tmp_path_factory.mktemp("docs") / "reader", images), EXTRACT, TRAIN)
 
 
@@ -122,7 +122,7 @@ def first_frames(tmp_path_factory):
 
 
 def done_in(folder, *before):
-    """A reader's folder, and what came of the commands that are run there first."""
+    """A reader's folder, and the results of the commands that run there first."""
     return folder, {text: run_there(folder, shlex.split(text)) for text in before}
 
 
@@ -130,15 +130,15 @@ OTHERS = {
     **{"--sampler": "ddpm", "plans/sana/run.yaml": "planned", "plans/flux/run.yaml": "planned", "--label": "classes"},
     **{"--image": "first_frames", "33x480x832": "videos"},
 }
-"""Readers whose my.yaml is another run, by the first word that is of theirs."""
+"""Readers whose my.yaml is another run, by the first word of theirs."""
 
 
 BRIEFLY = {"sample": ("--steps", "1")}
-"""What is added to a command that repeats the same work: twenty steps of a video take a minute."""
+"""Options for a command that repeats the same work: twenty steps of a video take a minute."""
 
 
 def reading(command, found):
-    """It is run in the folder of a reader whose runs are tiny ones of the digits, and ends well."""
+    """Run it in the folder of a reader with tiny runs of the digits. It must succeed."""
     folder, done_before = found
     assert {*done_before} <= {each.text for each in ALL}
     assert all(done.returncode == 0 for done in done_before.values()), done_before
@@ -148,7 +148,7 @@ def reading(command, found):
 
 
 def run(command, tmp_path):
-    """It is run, and prints what the page says."""
+    """Run it. It must print what the page shows."""
     own = {"recipe copy": ["--out", tmp_path]}
     name, options = command.options
     done = in_process(*name.split(), *options, *own.get(name, []))
@@ -158,7 +158,7 @@ def run(command, tmp_path):
 
 
 def parsed(command, _):
-    """bigdit's own parser takes it; the keys that it overrides are those of a run."""
+    """bigdit's own parser accepts it, and its overrides are keys of a run."""
     name, options = command.options
     values = OURS[name].make_context(name, options).params
     assert values
@@ -167,8 +167,8 @@ def parsed(command, _):
 
 
 def asked(command, tmp_path):
-    """Parsed, and its model, GPU, strategy and sizes are checked as when it runs; of the first plan the page has what
-    another test has seen printed."""
+    """Parse it, and check its model, GPU, strategy and sizes, as before it runs. Another test has seen the first
+    plan's output."""
     from bigdit import catalog
     from bigdit.config.load import parse_strategy
     from bigdit.search.resolve import resolve_request
@@ -177,7 +177,7 @@ def asked(command, tmp_path):
     values = parsed(command, tmp_path)
     if command.options[0] == "plan":
         own = ("out", "also_gpus", "config")
-        if values.get("config"):  # whose model and sizes a reader has
+        if values.get("config"):  # a reader has its model and sizes
             values |= {"model": "sana-1600m"}
         resolve_request(**{key: value for key, value in values.items() if value and key not in own})
     else:
@@ -188,7 +188,7 @@ def asked(command, tmp_path):
 
 
 def launched(command, _):
-    """The launcher's own parser takes it, and launch/train.py's what is for that."""
+    """The launcher's own parser accepts it, and launch/train.py's accepts the rest."""
     from accelerate.commands.launch import launch_command_parser
     from deepspeed.launcher.runner import parse_args
     from torch.distributed.run import get_args_parser
@@ -208,7 +208,7 @@ def launched(command, _):
 
 
 def submitted(command, _):
-    """The script is there and bash reads it; what follows is for `bigdit extract` or launch/train.py."""
+    """The script exists, and bash parses it. The rest is for `bigdit extract` or launch/train.py."""
     from bigdit.train.main import parse
 
     at = next(index for index, word in enumerate(command.words) if word.endswith(".sbatch"))
@@ -234,7 +234,7 @@ def downloaded(command, _):
 
 
 def made(command, _):
-    """make knows what to do."""
+    """make has the target."""
     assert run_command("make", "--dry-run", *command.words[1:]).returncode == 0
 
 
@@ -243,7 +243,7 @@ WAYS = tried_by()
 
 
 def way_of(command):
-    """How it is tried; None where the table does not say."""
+    """How the command is tried, or None if the table has no line for it."""
     found = WAYS.get(beginning(command, WAYS))
     recipe_name = OF_RECIPES.get(command.text)
     return "listed" if found == "reading" and recipe_name and recipe_name not in RECIPES else found
@@ -265,7 +265,7 @@ def test_a_command_does_what_stands_there(command, tmp_path, monkeypatch):
     assert not command.output or way in ("run", "asked"), "nothing holds this output"
 
 
-@pytest.mark.xdist_group("reader")  # one worker has the folder, and the commands their order
+@pytest.mark.xdist_group("reader")  # one worker has the folder, and the commands have an order
 @pytest.mark.parametrize("command", READ, ids=named)
 def test_a_reader_gets_what_stands_there(command, request):
     assert not command.output, "nothing holds this output"
@@ -280,8 +280,7 @@ def test_each_row_of_the_table_is_of_some_command():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_stand_where_they_are_found(page):
-    """No command hides in a block of another kind, or in an indented one; and those within a line have options that
-    there are."""
+    """No command hides in a block of another kind, or in an indented one. Commands within a line have real options."""
     text = (ROOT / page).read_text()
     blocks = FENCE.findall(text)
     assert {language for language, _ in blocks} <= LANGUAGES
@@ -301,11 +300,12 @@ def test_commands_stand_where_they_are_found(page):
 
 
 def stray(within):
-    """What of a command in a sentence no option and no argument takes: its last words may be left out, no option's."""
+    """What no option or argument of a sentence's command accepts. Its last words may be missing, but not an
+    option's."""
     words = shlex.split(within)
     name = max((name for name in OURS if words[: len(name.split())] == name.split()), key=len, default=None)
     if name is None:
-        return []  # of several commands, such as `bigdit bench`
+        return []  # for several commands, such as `bigdit bench`
     command, rest = OURS[name], words[len(name.split()) :]
     arguments = sum(each.param_type_name == "argument" for each in command.params)
     if "--strategy" in rest and "--model" not in rest:
@@ -313,7 +313,7 @@ def stray(within):
     try:
         _, left, _ = command.make_parser(command.context_class(command)).parse_args(list(rest))
     except USAGE:
-        return []  # an option whose value is left out
+        return []  # an option without its value
     return left[arguments:]
 
 

@@ -1,4 +1,4 @@
-"""Links of the texts lead somewhere: to files that are there, and to headings that they have."""
+"""Links of the pages lead to existing files and headings."""
 
 import re
 
@@ -10,7 +10,7 @@ TEXTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmark
 
 
 def broken(text, folder):
-    """The links of a text in that folder that lead to no file, or to no heading of one."""
+    """Links of a text in that folder that lead to no file, or to no heading."""
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
     found = []
     for link, path, anchor in re.findall(r"\]\((?!\w+:)(([^)#\s]*)#?([^)\s]*))\)", prose):
@@ -21,7 +21,7 @@ def broken(text, folder):
 
 
 def anchors(text):
-    """Those of its headings, as GitHub and mkdocs make them."""
+    """Anchors of its headings, as GitHub and mkdocs make them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
@@ -46,7 +46,7 @@ def test_files_that_contributors_are_sent_to_are_there(file):
 
 
 def test_contributors_find_what_a_change_touches():
-    """Every path of the table, below bigdit/ or the repository, and every name that it says is in one."""
+    """Every path in the table exists, below bigdit/ or the repository, and every name is in one of them."""
     table = "\n".join(re.findall(r"^\| an? .*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
     paths = [path for path in re.findall(r"`(\w+/[\w./]*)`", table) if "NAME" not in path]
     assert [path for path in paths if not any((folder / path).exists() for folder in (ROOT, ROOT / "bigdit"))] == []

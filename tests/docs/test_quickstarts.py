@@ -1,4 +1,4 @@
-"""docs/quickstarts.md: its tables are those of benchmarks/quickstarts.json, and no model's is left out."""
+"""docs/quickstarts.md has the tables of benchmarks/quickstarts.json, and leaves out no model."""
 
 import re
 

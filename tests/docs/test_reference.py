@@ -1,4 +1,4 @@
-"""The reference has every key and every option, and each key is said."""
+"""The reference has every key and every option, each with a text."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`make docs` as the Makefile has it: a link that leads nowhere, to a file or to a heading, is shown and ends it."""
+"""`make docs` fails, and shows the link, if a link leads to no file or heading."""
 
 import os
 import re
@@ -15,7 +15,7 @@ LINES = 5  # that it builds, where, and for how long
 
 @pytest.fixture
 def copied(tmp_path):
-    """The repository with its own docs/, to be changed."""
+    """A copy of the repository with its own docs/, to be changed."""
     for each in ROOT.iterdir():
         if each.name not in ("docs", "build"):
             (tmp_path / each.name).symlink_to(each)
@@ -24,7 +24,7 @@ def copied(tmp_path):
 
 
 def built(folder):
-    """The command of the target, in that folder."""
+    """Run the target's command in that folder."""
     (line,) = re.findall(r"\$\(BIN\)/mkdocs (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     return subprocess.run(
         [BIN / "mkdocs", *shlex.split(line)],

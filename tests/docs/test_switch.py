@@ -1,4 +1,4 @@
-"""docs/switch.md: keys that it names are those of a run, and other trainers' names mean there what errors say."""
+"""docs/switch.md names keys of a run, and gives other trainers' names the meaning that error messages give."""
 
 import re
 
@@ -17,7 +17,7 @@ ROWS = [
 
 
 def known():
-    """All keys of a run by their whole names."""
+    """All keys of a run by their full names."""
     for path, model in sections(RunConfig).values():
         yield path
         yield from (f"{path}.{key}".lstrip(".") for key in [*model.model_fields, *getattr(model, "also", ())])

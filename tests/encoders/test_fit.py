@@ -17,7 +17,7 @@ from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.encoders.fit import plan_misfits, run_misfits, smaller_than_planned, text_misfits
 from bigdit.encoders.folder import weights_sample
 from bigdit.encoders.load import load_image_codec, load_text_encoder
-from bigdit.errors import EXIT_USER
+from bigdit.errors import EXIT_USER, guard
 from bigdit.store.schema import StoreSchema
 from bigdit.store.tensors import config_digest
 from bigdit.train.main import main
@@ -147,7 +147,7 @@ def test_training_by_a_plan_refuses_a_store_of_larger_samples(tmp_path, capfd):
         encoders={"text": {"config": {"d_model": DIM}, "max_tokens": TOKENS}},
     )
     arguments = ["--config", str(config), "--set", f"output={tmp_path}/run"]
-    assert main(arguments) == EXIT_USER
+    assert guard(lambda: main(arguments)) == EXIT_USER
     printed = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert printed == [
         f"error: data.features: {tmp_path}/store does not fit: its bucket {name} is {times} times the plan's "
@@ -156,7 +156,7 @@ def test_training_by_a_plan_refuses_a_store_of_larger_samples(tmp_path, capfd):
     ]
     make_store(tmp_path / "other", buckets=((8, 8), (8, 16)))
     arguments += ["--set", f"data.features={tmp_path}/other"]
-    assert main([*arguments, "--set", "plan=null"]) == EXIT_USER
+    assert guard(lambda: main([*arguments, "--set", "plan=null"])) == EXIT_USER
     printed = capfd.readouterr().err
     assert "it was encoded with the buckets 8 × 8, 8 × 16, and data.buckets is 8 × 8; set data.buckets to " in printed
 

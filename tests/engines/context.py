@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from bigdit import engines, models
 from bigdit.catalog.context import CONTEXTS
 from bigdit.dist import World, world_from_env
-from bigdit.engines.state import places
+from bigdit.engines.state import state_slices
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
@@ -207,7 +207,7 @@ class Run:
         """All weights, on each process: each holds pieces."""
         mine = {
             name: (piece.offset, piece.numel, piece.tensor)
-            for name, piece in places(self.engine, None, self.world.rank).items()
+            for name, piece in state_slices(self.engine, None, self.world.rank).items()
             if name.startswith("master.")
         }
         every = [mine] * self.world.world_size

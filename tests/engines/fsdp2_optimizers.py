@@ -20,7 +20,7 @@ from whole import full_weights
 from bigdit import checkpoint
 from bigdit.dist import World, world_from_env
 from bigdit.engines import Engine
-from bigdit.engines.state import places
+from bigdit.engines.state import state_slices
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import LoraSpec, OptimizerName, OptimizerSpec
 from bigdit.train.step import train_step
@@ -52,7 +52,7 @@ def resumes(folder: Path, name: OptimizerName, straight: tuple, world: World, **
     again = begun(name, world, **options)
     checkpoint.restore(checkpoint.latest(folder)[0], again[0], peers)
     taken(again, world, STEPS - 1, STEPS)
-    mine, others = (places(engine, None, world.rank) for engine in (straight[0], again[0]))
+    mine, others = (state_slices(engine, None, world.rank) for engine in (straight[0], again[0]))
     same = mine.keys() == others.keys() and all(torch.equal(mine[key].tensor, others[key].tensor) for key in mine)
     everywhere: list[bool] = [False] * world.world_size
     dist.all_gather_object(everywhere, same)

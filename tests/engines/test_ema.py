@@ -214,7 +214,7 @@ def test_a_resumed_run_emas_on(tmp_path, features, kind):
     assert torch.equal(sampler.model().state_dict()[name], averages[name].bfloat16())
     damaged = next(resumed.engine.glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(UserError, match=r"is damaged: its checksum is not the one in state\.json"):
+    with pytest.raises(UserError, match=r"is damaged: its checksum differs from that in state\.json"):
         Sampler(resumed, torch.device("cpu"), ema=True).model()
     # A run that begins or ends its EMA is another run.
     with pytest.raises(UserError, match=r"holds an EMA of the weights, and the run has none \(strategy.ema\)"):

@@ -10,7 +10,7 @@ from bigdit import checkpoint, engines, models
 from bigdit.dist import World
 from bigdit.engines import backward, single
 from bigdit.engines.backward import LossScaler
-from bigdit.engines.state import places
+from bigdit.engines.state import state_slices
 from bigdit.errors import UserError
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import LoraSpec, OptimizerSpec, Strategy
@@ -189,14 +189,14 @@ def test_the_step_after_a_resume_is_the_one_that_would_have_come(monkeypatch, tm
     for _ in range(2):
         step(engine, family)
     found, before = saved(engine, tmp_path), weights(engine)
-    held = {name: place.tensor.clone() for name, place in places(engine, None, 0).items()}
+    held = {name: place.tensor.clone() for name, place in state_slices(engine, None, 0).items()}
     torch.manual_seed(2)
     step(engine, family)
     expected = weights(engine)
     assert not equal(before, expected)
 
     resumed, family = resume(found, strategy)
-    again = {name: place.tensor for name, place in places(resumed, None, 0).items()}
+    again = {name: place.tensor for name, place in state_slices(resumed, None, 0).items()}
     assert equal(again, held)
     torch.manual_seed(2)
     step(resumed, family)

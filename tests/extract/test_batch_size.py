@@ -81,19 +81,19 @@ def test_what_takes_turns_and_what_has_no_room_is_reported():
     assert (by_turns.way(small), nothing.way(small), nothing.way(resolve_gpu("a40"))) == ("in turns", None, "together")
     assert by_turns.taken("in turns", 9) == max(10 * GIB, 10 * GIB)
     assert by_turns.taken("together", 1) == 11.5 * GIB
-    printed = batch_size._fit(EncodeBatch(8, "in turns", by_turns), asked, small, 1, 1)
+    printed = batch_size._explanation(EncodeBatch(8, "in turns", by_turns), asked, small, 1, 1)
     assert printed == (
         "which fits the NVIDIA GeForce RTX 3060 (emulated) where text encoders and VAE take turns; "
         "9.50 GiB of weights wait in CPU memory"
     )
-    printed = batch_size._fit(EncodeBatch(1, None, nothing), asked, small, 1, 1)
+    printed = batch_size._explanation(EncodeBatch(1, None, nothing), asked, small, 1, 1)
     assert printed == (
         "and even that does not fit the NVIDIA GeForce RTX 3060 (emulated): 12.00 GiB are needed for the text "
         "encoders, and 11.10 GiB are free; encoders.device: cpu takes nothing of a GPU"
     )
-    assert batch_size._fit(EncodeBatch(1, None, by_turns), asked, small, 2, 2).endswith("; fewer data.workers")
+    assert batch_size._explanation(EncodeBatch(1, None, by_turns), asked, small, 2, 2).endswith("; fewer data.workers")
     large = EncodeBatch(1, None, EncodersNeed(EncoderBytes(GIB, 20 * GIB, 0), EncoderBytes(GIB, 0, 0)))
-    assert batch_size._fit(large, asked, small, 1, 1).endswith(
+    assert batch_size._explanation(large, asked, small, 1, 1).endswith(
         "21.00 GiB are needed for the VAE, and 11.10 GiB are free; encoders.image.dtype: bf16, encoders.image.tiling "
         "or smaller data.buckets take less"
     )
@@ -103,7 +103,8 @@ def test_a_host_that_has_less_than_what_waits_is_reported_of_before_anything_sta
     need, half = EncodersNeed(EncoderBytes(GIB, GIB, GIB), EncoderBytes(9.5 * GIB, 0, 0)), run(DIT)
     whole = run(DIT, text={"pipeline": "pipeline", "dtype": "fp32"})
     printed = [
-        batch_size._waiting(need, *asked) for asked in ((half, 2, 20 * GIB), (half, 2, 16 * GIB), (whole, 1, GIB))
+        batch_size._explain_waiting(need, *asked)
+        for asked in ((half, 2, 20 * GIB), (half, 2, 16 * GIB), (whole, 1, GIB))
     ]
     short = "so that extraction may be killed"
     assert printed == [
@@ -113,7 +114,7 @@ def test_a_host_that_has_less_than_what_waits_is_reported_of_before_anything_sta
         f"9.50 GiB of weights have to wait in CPU memory, which is 1.00 GiB, {short}; "
         "encoders.text.dtype: bf16 takes half",
     ]
-    assert batch_size._waiting(need, half, 1, GIB).endswith("; swap may hold them")
+    assert batch_size._explain_waiting(need, half, 1, GIB).endswith("; swap may hold them")
 
 
 def test_videos_are_encoded_whole_and_weights_that_encode_nothing_are_counted():

@@ -5,6 +5,7 @@ import json
 import pytest
 from commands import DIGITS, SINGLE, TINY, in_process, with_set
 from extracting import configured
+from stores import read_rows
 from tiny_sources import gradient, opened, save
 
 from bigdit.errors import UserError
@@ -32,7 +33,7 @@ def asked(images, features, *overrides):
 def shapes(features):
     """The captions of each shape of latents."""
     store = FeatureStore.open(features)
-    found = {shape: store.read(shape, range(len(rows)))[2] for shape, rows in store.buckets.items()}
+    found = {shape: read_rows(store, shape, range(count))[2] for shape, count in store.buckets.items()}
     return {shape[1:]: sorted(indices) for shape, indices in found.items()}
 
 

@@ -9,6 +9,7 @@ import skimage.data
 from commands import DIGITS, bigdit, with_set
 from PIL import Image
 from skimage.transform import resize
+from stores import read_rows
 from torch.nn.functional import pixel_shuffle
 
 from bigdit.store import FeatureStore
@@ -47,8 +48,8 @@ def stored(photographs, tmp_path_factory):
     names = sorted(name for names in BUCKETS.values() for name in names)
     found = {}
     store = FeatureStore.open(root)
-    for bucket, rows in store.buckets.items():
-        latents, _, indices = store.read(bucket, range(len(rows)))
+    for bucket, count in store.buckets.items():
+        latents, _, indices = read_rows(store, bucket, range(count))
         for index, sample in zip(indices, pixel_shuffle(latents.float(), 2), strict=True):
             found[names[index]] = (sample.permute(1, 2, 0).numpy() + 1) / 2
     return found

@@ -6,6 +6,7 @@ import json
 import pytest
 from commands import DIGITS, ROOT, bigdit, with_set
 from PIL import Image
+from stores import read_rows
 from tiny_sources import png, snapshot, write_tar
 from tiny_videos import video
 
@@ -62,7 +63,7 @@ def test_a_store_of_every_kind_of_source(sources, tmp_path):
 
     store = FeatureStore.open(root)
     bucket = (4, 4, 4)
-    latents, _, indices = store.read(bucket, range(len(store.buckets[bucket])))
+    latents, _, indices = read_rows(store, bucket, range(store.buckets[bucket]))
     found = {index: round((float(sample.mean()) + 1) * 127.5) for index, sample in zip(indices, latents, strict=True)}
     assert found == {0: 0, 2: 2, 3: 0, 5: 3, 9: 5, 10: 6, 11: 7, 12: 8, 13: 9, 14: 10}
 
@@ -84,7 +85,7 @@ def test_clips_of_videos_in_shares_that_begin_within_one(tmp_path):
     assert report["buckets"] == {"12x5x4x4": 4, "12x3x4x4": 1}
     (skipped,) = report["skipped"]
     assert (skipped["name"], skipped["reason"]) == ("b.mp4 from 1.25 s", "the video ends before this clip")
-    latents, _, indices = FeatureStore.open(tmp_path / "features").read((12, 5, 4, 4), range(4))
+    latents, _, indices = read_rows(FeatureStore.open(tmp_path / "features"), (12, 5, 4, 4), range(4))
     assert indices == [0, 1, 2, 3]
     brightness = latents.float().mean((1, 3, 4))[:3].flatten()
     assert (brightness.diff() > 0).all()  # a video's frames brighten one after another

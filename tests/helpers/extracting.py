@@ -1,6 +1,7 @@
 """Extract a folder of images in this process, and read the result."""
 
 from commands import DIGITS
+from stores import read_rows
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run
@@ -22,4 +23,5 @@ def parts(folder):
 
 def all_indices(folder):
     store = FeatureStore.open(folder)
-    return sorted(index for bucket, rows in store.buckets.items() for index in store.read(bucket, range(len(rows)))[2])
+    found = [read_rows(store, bucket, range(count))[2] for bucket, count in store.buckets.items()]
+    return sorted(index for indices in found for index in indices)

@@ -114,6 +114,7 @@ def made_plan() -> Plan:
         ran=(chosen,),
         same_kernels={gpu.title: gpu.usable_bytes},
         smaller=(StepSize(micro_batch_size=4, grad_accum_steps=64, checkpointed_blocks=12),),
+        without_machine=None,
         fixes=(),
         dataset=DatasetNeed(
             images=IMAGES,

@@ -1,7 +1,7 @@
 """Caches of random features, made without images or encoders, and streams of batches from them."""
 
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -9,6 +9,7 @@ from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
+from bigdit.sources.protocol import Caption
 from bigdit.store.part import EncodedRange, part_path, write_part
 from bigdit.store.reader import Part
 from bigdit.store.schema import FILE, Change, StoreSchema, part_identity, schema_text, store_identity
@@ -19,12 +20,6 @@ SHAPES = [(4, 6, 6), (4, 4, 8)]
 DIM, TOKENS, POOLED, PART = 16, 12, 6, 8
 STREAMS = {"layers": {"max_tokens": 3, "dim": 10}, "glyphs": {"max_tokens": 5, "dim": 4}}
 NULL = Text(torch.full((2, DIM), 7.0), torch.full((POOLED,), 9.0))
-
-
-@dataclass(frozen=True)
-class Caption:
-    text: str
-    weight: float = 1.0
 
 
 def make_store(
@@ -110,6 +105,21 @@ def null_of_streams(text):
     return replace(
         text, unmasked=1, streams={"layers": Text(torch.full((3, 10), 8.0)), "glyphs": Text(torch.zeros(0, 4))}
     )
+
+
+def read_rows(store, bucket, positions):
+    """Latents as stored, texts of first captions, and source indices of samples of a bucket, in source order."""
+    ends = store.index.counts[:, store.index.shapes.index(bucket)].cumsum()
+    latents, texts, indices = [], [], []
+    for position in positions:
+        number = int((ends <= position).sum())
+        part, row = store.part(number), int(position - (ends[number - 1] if number else 0))
+        index, sample = part.latents(bucket, row)
+        latents.append(sample)
+        indices.append(index)
+        if store.classes is None:
+            texts.append(part.text(part.choose_caption(bucket, row, 0.0)))
+    return torch.stack(latents), texts, indices
 
 
 def damages(path):

@@ -7,16 +7,21 @@ from safetensors.torch import load_file
 from bigdit import checkpoint
 from bigdit.config import load_stages
 from bigdit.dist import World
+from bigdit.errors import guard
 from bigdit.train import main
 from bigdit.train.loop import train
 from bigdit.train.prepare import prepare_stages
 from bigdit.train.processes.stop import Stop
 
 
+def launched(config, overrides):
+    """Train in this process as a launched one does. Returns the exit status."""
+    return guard(lambda: main.main(["--config", str(config), *with_set(overrides)]))
+
+
 def run(features, output, *more):
-    """Train by the command's own function. Returns the exit status."""
-    overrides = [*TINY, *SINGLE, *reading(features), f"output={output}", *more]
-    return main.main(["--config", str(DIGITS), *with_set(overrides)])
+    """Train a tiny run of the digits. Returns the exit status."""
+    return launched(DIGITS, [*TINY, *SINGLE, *reading(features), f"output={output}", *more])
 
 
 def encoded_for(folder, model, vae, data, text=(), strategy=(), **encoders):
@@ -44,7 +49,7 @@ def encoded_for(folder, model, vae, data, text=(), strategy=(), **encoders):
 
 def train_here(config, *overrides):
     """Train the run of a YAML in this process, by the command's own function."""
-    assert main.main(["--config", str(config), *with_set(overrides)]) == 0
+    assert launched(config, overrides) == 0
 
 
 def run_to(steps, output, features, *overrides):

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from bigdit.engines.state import places
+from bigdit.engines.state import state_slices
 
 
 def whole_state(engine, ema=None):
@@ -11,7 +11,7 @@ def whole_state(engine, ema=None):
     it."""
     here = {
         name: (place.numel, place.offset, place.tensor.to("cpu", torch.float32, copy=True))
-        for name, place in places(engine, ema, 0).items()
+        for name, place in state_slices(engine, ema, 0).items()
         if name.startswith(("master.", "ema", "state."))
     }
     everywhere = [here]

@@ -26,7 +26,7 @@ def trained(store, order, steps):
 
 
 def held(store, order):
-    places = zip(*(column.tolist() for column in order.held.rows), strict=True)
+    places = zip(*(column.tolist() for column in order.validation.rows), strict=True)
     return {int(store.part(part).rows[store.index.shapes[bucket]][row, 0]) for bucket, part, row in places}
 
 

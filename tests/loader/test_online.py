@@ -252,11 +252,11 @@ def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
     printed = {
         "data.buckets=[[16, 16], [16, 24]]": "data.buckets has 2: the bucket of an image is known only after all were "
         "read",
-        "validation.samples=2": "validation needs samples of a store",
+        "validation.samples=2": "validation needs samples of a cache",
         "encoders.device=cpu": "encoders.device is cpu: encoders must be on the model's device; set it to auto",
-        "encoders.image.latents=moments": "encoders.image.latents is moments, which needs a store",
-        "encoders.text.stored=fp8": "encoders.text.stored is fp8, which needs a store; leave it out",
-        "encoders.first_frame={}": "encoders.first_frame needs a store",
+        "encoders.image.latents=moments": "encoders.image.latents is moments, which needs a cache",
+        "encoders.text.stored=fp8": "encoders.text.stored is fp8, which needs a cache; leave it out",
+        "encoders.first_frame={}": "encoders.first_frame needs a cache",
         "stages=[{train: {steps: 1}}, {train: {steps: 2}}]": "it is of a run without stages",
     }
     for override, problem in printed.items():

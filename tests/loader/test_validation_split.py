@@ -47,7 +47,7 @@ def test_what_is_held_out_never_comes_and_all_else_does(pair, batch, data):
     index = index_of([*table, *more])
     held = ValidationSplit(index, len(table), data.draw(st.integers(1, int(np.sum(table)) - 1)))
     stages = (EpochStage(0, len(table)), EpochStage(2, len(index.parts)))
-    order = Order(index.counts, index.shapes, batch, 0, stages=stages, window_parts=3, held=held)
+    order = Order(index.counts, index.shapes, batch, 0, stages=stages, window_parts=3, validation=held)
     seen = set()
     for step in range(order.batches_before(2) + 2 * int(index.counts.sum())):
         found = order.batch(step)
@@ -94,14 +94,14 @@ def test_a_run_continues_with_what_it_held_out_alone(tmp_path):
     make_store(tmp_path / "store", count=64)
     grown = FeatureStore.open(tmp_path / "store")
     again, _ = plan_order(grown, 4, 0, saved, 5, tmp_path, 6)
-    assert chosen(again.held, store.index.shapes) == chosen(order.held, store.index.shapes)
+    assert chosen(again.validation, store.index.shapes) == chosen(order.validation, store.index.shapes)
     with pytest.raises(UserError) as refused:
         plan_order(grown, 4, 0, saved, 5, tmp_path, 7)
     assert str(refused.value) == (
         f"validation.samples is 7, and {tmp_path} was trained with 6: its weights would be validated on "
         "samples that they were trained on; set it to 6, or choose another output"
     )
-    assert plan_order(store, 4, 0, saved | {"validated": 0}, 5, tmp_path)[0].held is None  # of an earlier version
+    assert plan_order(store, 4, 0, saved | {"validated": 0}, 5, tmp_path)[0].validation is None  # of an earlier version
 
 
 def test_something_must_be_left_to_train_on(tmp_path):

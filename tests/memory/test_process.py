@@ -1,4 +1,4 @@
-"""What a process takes beside torch: the ranges hold the measurements that they were made from."""
+"""Memory outside torch: the ranges contain the measurements that they were made from."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_context_of_an_a100_by_hand():
 
 
 def test_the_context_of_a_known_gpu_has_its_own_stacks():
-    # The range of a compute capability is that of its GPUs: 52 multiprocessors are 104 MiB of stacks.
+    # A compute capability's range covers its GPUs: 52 multiprocessors have 104 MiB of stacks.
     for gpu in gpus():
         own, any_gpu = cuda_context(gpu.compute_capability, gpu.multiprocessors), cuda_context(gpu.compute_capability)
         assert any_gpu.low_bytes <= own.low_bytes < own.high_bytes <= any_gpu.high_bytes
@@ -53,12 +53,12 @@ def test_the_context_of_a_known_gpu_has_its_own_stacks():
 def test_communicators_that_were_measured_lie_in_the_range(mib):
     one, two = nccl_buffers((8, 0), 4), nccl_buffers((8, 0), 4, communicators=2)
     assert holds(one, mib)
-    assert one.low_bytes == 2 * 20 * MIB  # two channels, where A100s have no NVLink between them
+    assert one.low_bytes == 2 * 20 * MIB  # two channels, if A100s have no NVLink between them
     assert two.high_bytes - one.high_bytes == 24 * 29 * MIB
 
 
 def test_nccl_and_context_on_one_rtx_3090_by_hand():
-    # 484 MiB with NCCL started (NVIDIA/nccl#2366) lie within context and two or more channels.
+    # 484 MiB with NCCL started (NVIDIA/nccl#2366): context and at least two channels.
     assert holds(non_torch_memory((8, 6), 2), 484)
 
 
@@ -69,7 +69,7 @@ def test_a_process_alone_has_no_nccl():
 
 @pytest.mark.parametrize(("engine", "mib"), [("zero2", 1347), ("fsdp2", 851), ("single", 767)])
 def test_an_engine_of_one_process_has_a_communicator_all_the_same(engine, mib):
-    """As one H100 had them (benchmarks/gpu_matrix.md)."""
+    """As an H100 had them (benchmarks/gpu_matrix.md)."""
     assert holds(non_torch_memory_of(parse_strategy([engine]), (9, 0)), mib)
 
 

@@ -15,7 +15,7 @@ PHASES = ("init", "forward", "backward", "step")
 
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
-    """Blocks of some bytes, allocated in order and freed in any, cut into phases that may come again."""
+    """Blocks of some bytes, allocated in order and freed in any order, cut into phases that may repeat."""
     blocks = draw(
         st.lists(
             st.builds(Block, st.integers(0, 5000), st.sampled_from(CATEGORIES), st.sampled_from(("a", "b.0"))),

@@ -237,7 +237,7 @@ def test_other_adapters_start_from_these_elsewhere(tmp_path, features, trained, 
     assert "note: model.lora_from: 16 layers start from it" in capsys.readouterr().err
     for source in (found.folder, export):
         named = f"set model.init_from to the weights they are for.* and model.lora_from to {source}$"
-        with pytest.raises(UserError, match=f"^model.init_from: {source} holds LoRA adapters alone; {named}"):
+        with pytest.raises(UserError, match=f"^model.init_from: {source} holds only LoRA adapters; {named}"):
             run_to(2, tmp_path / "other", features, *settings, f"model.init_from={source}")
     lacks = f"model.lora_from: {found.folder}: it adapts .*, and strategy.lora.targets leaves that out"
     with pytest.raises(UserError, match=lacks):

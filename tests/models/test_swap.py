@@ -248,8 +248,8 @@ def test_a_host_that_has_no_room_for_the_weights_is_a_line():
     line, *more = [each for each in done.stderr.splitlines() if each]
     assert not more, done.stderr
     assert re.match(
-        r"error: strategy\.blocks_to_swap: 0\.19 GiB of weights wait in page-locked CPU memory, which ran out: "
-        r"(64\.00 MiB|0\.12 GiB) were asked for, ",  # two blocks, or the third where a freed arena held the two
+        r"error: strategy\.blocks_to_swap: 0\.19 GiB of weights need page-locked CPU memory, which ran out: "
+        r"(64\.00 MiB|0\.12 GiB) were requested, ",  # two blocks, or the third where a freed arena held the two
         line,
     )
     assert line.endswith("; swap fewer blocks, or raise what limits this process (ulimit -l and -v, its container)")

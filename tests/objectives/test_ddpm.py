@@ -1,4 +1,4 @@
-"""DDPM: schedules, targets and weights as diffusers has them, and the bound of a learned variance as it is defined."""
+"""DDPM: schedules, targets and weights equal diffusers', and the bound of a learned variance equals its definition."""
 
 import random
 
@@ -27,14 +27,14 @@ COGVIDEOX = {"betas": "scaled_linear", **BETAS["scaled_linear"]}
 
 
 class Answers:
-    """A model that answers the same random output again, and keeps what it was asked."""
+    """A model that always returns the same random output, and records its inputs."""
 
     def __init__(self, channels):
         self.output = torch.randn(4, channels, 3, 5, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
     def __call__(self, noisy, t):
         self.noisy, self.timesteps = noisy, (t * 1000).long()
-        assert torch.equal((t * 1000).float(), self.timesteps.float())  # whole numbers, as the published models see
+        assert torch.equal((t * 1000).float(), self.timesteps.float())  # whole numbers, as in published models
         return self.output
 
     def loss(self, objective, seeds=SEEDS):
@@ -118,11 +118,11 @@ def test_weights_are_min_snr_and_p2(prediction):
     velocity = scheduler_of(plain).get_velocity(LATENTS, noise, model.timesteps)
     target = {"epsilon": noise, "v": velocity, "x0": LATENTS}[prediction]
     errors = (model.output - target).square().mean((1, 2, 3))
-    # as diffusers' scripts divide the smaller one of SNR and γ; of x itself the weight is that one
+    # diffusers' scripts divide the smaller of SNR and γ; for x itself the weight is that one
     clipped = snr.clamp(max=5.0) / {"epsilon": snr, "v": snr + 1, "x0": 1.0}[prediction]
     found = model.loss(plain.model_copy(update={"min_snr_gamma": 5.0}))
     assert torch.allclose(found, (clipped * errors).mean(), rtol=1e-3)
-    # P2's own is of ε: the error of ε that follows from this prediction
+    # P2's own weight is for ε: the error of ε that follows from this prediction
     of_epsilon = errors * {"epsilon": 1.0, "v": snr / (snr + 1), "x0": snr}[prediction]
     found = model.loss(plain.model_copy(update={"p2_gamma": 0.5, "p2_k": 2.0}))
     assert torch.allclose(found, (of_epsilon / (2.0 + snr) ** 0.5).mean(), rtol=1e-3)
@@ -131,7 +131,7 @@ def test_weights_are_min_snr_and_p2(prediction):
 @pytest.mark.parametrize("prediction", ["epsilon", "v", "x0"])
 @pytest.mark.parametrize("timesteps", [1000, 100])
 def test_a_variance_is_learned_by_the_bound(prediction, timesteps):
-    """Against the normals themselves: means of the posterior by both of its coefficients, the first step in bins."""
+    """Beside the normal distributions themselves: posterior means by both coefficients, and bins for the first step."""
     objective = DdpmSpec(prediction=prediction, timesteps=timesteps, beta_end=0.02 * 1000 / timesteps)
     first = next(seed for seed in range(10_000) if random.Random(seed).randrange(timesteps) == 0)
     seeds = (first, *SEEDS[1:])
@@ -172,7 +172,7 @@ def test_a_variance_is_learned_by_the_bound(prediction, timesteps):
     (alone,) = torch.autograd.grad(
         model.loss(objective.model_copy(update={"learned_variance": False}), seeds), model.output
     )
-    assert torch.equal(gradient[:, :2], alone[:, :2])  # the bound says nothing of the mean
+    assert torch.equal(gradient[:, :2], alone[:, :2])  # the bound does not depend on the mean
     assert not alone[:, 2:].any()
     assert gradient[1:, 2:].abs().min() > 0
 

@@ -1,4 +1,4 @@
-"""A loss at a time that is given: of all samples, and with the noise that their seeds draw."""
+"""The loss at a given time, for all samples, with the noise of their seeds."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SEEDS = (5, 6, 7)
 
 
 def fed(objective, at):
-    """What a model is fed that predicts nothing but zeros, and the loss."""
+    """The inputs of a model that predicts zeros, and the loss."""
     seen = []
 
     def predict(noisy, t):

@@ -1,4 +1,4 @@
-"""Flow matching: t is drawn, shifted and weighed as diffusers does it for SD3 and Flux."""
+"""Flow matching: t is drawn, shifted and weighted as diffusers does it for SD3 and Flux."""
 
 import math
 
@@ -18,7 +18,7 @@ MANY = 4000
 
 
 def drawn(objective, count=MANY, tokens=256):
-    """t of so many samples, as the model is told it."""
+    """t of so many samples, as the model gets it."""
     seen = []
 
     def predict(latents, t):
@@ -47,7 +47,7 @@ def test_t_is_distributed_as_diffusers_draws_it(ours, theirs):
     found = drawn(FlowMatchingSpec(**ours)).sort().values
     assert found[0] > 0
     assert found[-1] < 1
-    # the Kolmogorov-Smirnov distance of equal distributions is beyond 0.036 once in a hundred times
+    # the Kolmogorov-Smirnov distance of equal distributions exceeds 0.036 once in a hundred times
     ranks = torch.searchsorted(found, expected) / MANY
     assert (ranks - torch.arange(MANY) / MANY).abs().max() < 0.036
     if ours != {"t_distribution": "uniform"}:
@@ -97,7 +97,7 @@ def test_losses_are_weighed_as_diffusers_weighs_them(weighting):
 
 @pytest.mark.parametrize("bounds", [(0.875, 1.0), (0.0, 0.875)])
 def test_an_expert_sees_its_part_of_t_alone_as_often_as_a_whole_model_does(bounds):
-    """Wan 2.2's: the distribution of t, shifted, within the bounds."""
+    """Wan 2.2's experts: the distribution of t, shifted, within the bounds."""
     low, high = bounds
     whole = drawn(FlowMatchingSpec(shift=12.0), 20 * MANY)
     expected = whole[(low <= whole) & (whole <= high)].sort().values
@@ -111,5 +111,5 @@ def test_an_expert_sees_its_part_of_t_alone_as_often_as_a_whole_model_does(bound
 def test_a_range_of_t_that_nothing_can_come_into_is_refused():
     with pytest.raises(ValidationError, match=r"t_range is \[0.5, 0.5\], and its second bound must be 0.001 above"):
         FlowMatchingSpec(t_range=(0.5, 0.5))
-    with pytest.raises(UserError, match=r"objective.t_range is \[0.999, 1\], and of 100,000 draws of t none came"):
+    with pytest.raises(UserError, match=r"objective.t_range is \[0.999, 1\], and none of 100,000 draws of t is in it"):
         drawn(FlowMatchingSpec(logit_mean=-10, logit_std=0.01, t_range=(0.999, 1)), 1)

@@ -1,4 +1,4 @@
-"""Samples: a model that knows the image leads every sampler to it, whatever it predicts; each is diffusers' own."""
+"""A model that knows the image leads every sampler to it, whatever it predicts. Each sampler equals diffusers' own."""
 
 import diffusers
 import pytest
@@ -17,7 +17,7 @@ FLOWS = ["euler", "heun", "dpmsolver++", "unipc"]
 
 
 def knowing(objective, asked, *, variance):
-    """The output that follows from the image and what it is fed, at the timestep that it is told."""
+    """The output that follows from the image and the input, at the given timestep."""
 
     def predict(latents, t):
         assert t.shape == (2,)
@@ -68,13 +68,13 @@ def test_every_sampler_of_a_flow_ends_at_the_image(sampler, shift, steps):
 
     found = objectives.sample(FlowMatchingSpec(shift=shift), sampler, predict, NOISE, steps, 16)
     assert torch.allclose(found, IMAGE, atol=1e-3)
-    assert asked[0] == (pytest.approx(1, abs=2e-6) if sampler == "unipc" else 1)  # diffusers' own begins 1e-6 below
+    assert asked[0] == (pytest.approx(1, abs=2e-6) if sampler == "unipc" else 1)  # diffusers' own starts 1e-6 below
     assert asked == sorted(asked, reverse=True)
     assert len(asked) == (2 * steps - 1 if sampler == "heun" else steps)
 
 
 def curved(latents, t):
-    """No model in particular."""
+    """An arbitrary model."""
     shape = (-1, 1, 1, 1)
     return torch.sin(3 * latents) + t.to(torch.float32).reshape(shape) * latents.flip(1)
 
@@ -124,7 +124,8 @@ def test_a_ddpm_follows_its_scheduler_to_the_bit(sampler, scheduler):
 
 
 def error_of(sampler, calls):
-    """Of samples of a normal distribution with known mean and deviation, by its own velocity, in so many calls."""
+    """The error of samples from a normal distribution with known mean and deviation, by its exact velocity, in so
+    many calls."""
     mean, deviation = 0.7, 0.5
 
     def velocity(latents, t):

@@ -1,4 +1,4 @@
-"""Schedulers of pipelines, set to what was trained: diffusers then samples along the same noise."""
+"""Pipelines' schedulers, set to what was trained: diffusers then samples along the same noise."""
 
 import diffusers
 import pytest
@@ -28,7 +28,7 @@ def made(objective, class_name, **printed):
 def test_the_noise_of_a_ddpm_is_that_of_training(objective, class_name):
     scheduler = made(objective, class_name, beta_start=0.1, beta_end=0.3, timestep_spacing="leading")
     expected = torch.tensor(alphas_cumprod(objective))
-    # DPM-Solver++ keeps the last timestep of a zero terminal SNR above 0, which it divides by
+    # DPM-Solver++ keeps the last timestep of a zero terminal SNR above 0, because it divides by it
     torch.testing.assert_close(scheduler.alphas_cumprod.float(), expected.float(), rtol=1e-4, atol=1e-6)
     assert scheduler.config.timestep_spacing == ("trailing" if objective.zero_terminal_snr else "leading")
 

@@ -14,7 +14,7 @@ from bigdit.config import load_run
 from bigdit.strategy import ModelSpec
 from bigdit.train.record import read_metrics
 
-# Two blocks twice as wide as those of TINY: weights of at least 4096 elements, whose state is kept in 8 bits. Two
+# Two blocks, twice as wide as TINY's: weights of at least 4,096 elements, whose state is kept in 8 bits. Two
 # micro-batches a step would take nearly twice as long as one.
 WIDE = (
     "strategy.micro_batch_size=16",
@@ -25,21 +25,21 @@ WIDE = (
 STEPS = 60
 HELD = f"validation={{samples: 48, every: {STEPS}, times: [0.3, 0.5, 0.7]}}"
 WORSE = 0.03
-"""The most that a loss may be above AdamW's, as a share: other samples and other noise move it by 0.6 to 2.9 %."""
+"""How far a loss may be above AdamW's, as a share: other samples and noise move it by 0.6 to 2.9 %."""
 APART = 0.02
-"""The most that AdamW's own losses in fewer bits may be apart from it either way: 0.3 and 0.1 % were seen."""
+"""How far AdamW's own losses in fewer bits may be off either way: 0.3 and 0.1 % were seen."""
 
 CAME_RATE = 0.2
-"""Of AdamW's. CAME divides by its confidence once more: at AdamW's own rate it hardly learns."""
+"""Share of AdamW's rate. CAME divides by its confidence once more: at AdamW's rate it hardly learns."""
 
 
 SLOW_START = 0.1
-"""Of Prodigy, whose rate starts at a millionth: 5.8 % were seen."""
+"""For Prodigy, whose rate starts at a millionth: 5.8 % were seen."""
 
 
 class Case(NamedTuple):
-    """An optimizer, a precision and FP8; its `rate` is that share of the recipe's, and `seed` of order and noise.
-    `worse`: its bound."""
+    """An optimizer, a precision and FP8. `rate`: its share of the recipe's rate; `seed`: of order and noise; `worse`:
+    its bound."""
 
     optimizer: str = "adamw"
     precision: str = "fp32"
@@ -50,7 +50,7 @@ class Case(NamedTuple):
     worse: float = WORSE
 
     def overrides(self, lr: float) -> list[str]:
-        """What is set beside the recipe, whose rate is `lr`."""
+        """Overrides of the recipe, whose rate is `lr`."""
         return [
             f"strategy.optimizer.name={self.optimizer}",
             f"strategy.optimizer.lr={self.rate * lr}",
@@ -76,7 +76,7 @@ CASES = {
 
 
 def write_start(folder: Path, overrides: list[str]) -> None:
-    """The weights that all runs start from, as diffusers saves them."""
+    """Write the weights that all runs start from, in diffusers' format."""
     run = load_run(DIGITS, overrides)
     assert run.model.class_name is not None
     spec = ModelSpec(name="start", class_name=run.model.class_name, kwargs=run.model.kwargs)
@@ -84,14 +84,14 @@ def write_start(folder: Path, overrides: list[str]) -> None:
 
 
 def validation_loss(output: Path) -> float:
-    """Of validation samples, after a run's last step."""
+    """The validation loss after a run's last step."""
     return float(read_metrics(output / "metrics.jsonl")[-1]["validation_loss"])
 
 
 @pytest.fixture(scope="module")
 def losses(features, tmp_path_factory):
-    """By optimizer, of runs from the same weights: those that are to learn, AdamW with another seed, and CAME at the
-    rate that is AdamW's."""
+    """Final losses by optimizer, from the same weights: the tested ones, AdamW with another seed, and CAME at AdamW's
+    rate."""
     folder = tmp_path_factory.mktemp("optimizers")
     write_start(folder / "start", [*TINY, *WIDE, *SINGLE])
     lr = yaml.safe_load(DIGITS.read_text())["strategy"]["optimizer"]["lr"]
@@ -116,14 +116,14 @@ def test_they_learn_as_adamw_does(losses, name):
 
 @pytest.mark.slow
 def test_the_bound_would_be_broken(losses):
-    """By CAME at AdamW's rate, ten times over; another seed stays within it, and is not the same run."""
+    """CAME at AdamW's rate exceeds it ten times. Another seed stays within it, and is another run."""
     assert losses["CAME at AdamW's rate"] > 10 * WORSE
     assert 0 < abs(losses["another seed"]) < WORSE
 
 
 @pytest.mark.slow
 def test_what_is_rounded_stochastically_is_of_the_seed_and_the_step(features, tmp_path):
-    """And of nothing else that a process draws: from given weights, and from a checkpoint."""
+    """And on nothing else that a process draws: from given weights, and from a checkpoint."""
     write_start(tmp_path / "start", [*TINY, *SINGLE])
     init = f"model.init_from={tmp_path / 'start'}"
     chosen = ("strategy.precision=bf16_sr", "train.lr_schedule=constant", init)

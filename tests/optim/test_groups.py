@@ -1,11 +1,11 @@
-"""What weight decay is for: matrices alone where that is asked, in every optimizer and through every step."""
+"""Weight decay applies to matrices alone where requested, in every optimizer and through every step."""
 
 import re
 
 import pytest
 import torch
 from stepping import equipped, one_batch, started
-from tiny_models import THREE_BLOCKS as SANA  # with weights of 4096 elements and more, which are quantised
+from tiny_models import THREE_BLOCKS as SANA  # with weights of at least 4,096 elements, which are quantised
 from torch import nn
 from whole import full_weights
 
@@ -15,7 +15,7 @@ from bigdit.strategy import OPTIMIZERS, LoraSpec, ModelSpec, OptimizerSpec, Stra
 from bigdit.train.step import train_step
 
 MATRICES = {"weight_decay": 0.3, "decayed": "matrices"}
-# What of a Sana is no norm, no bias and no table, by its names.
+# Names of a Sana's weights that are no norm, bias or table.
 NAMED = re.compile(r"(proj\w*|linear\w*|to_\w+(\.0)?|conv_\w+)\.weight$")
 ON_CPU = [name for name in OPTIMIZERS if name != "paged_adamw_8bit"]
 DIT = ModelSpec(name="dit", class_name="PaperDiT", kwargs={"hidden_size": 24, "depth": 1, "num_heads": 2})
@@ -80,7 +80,7 @@ def trained(strategy, steps, lr=1e-2):
     ],
 )
 def test_decay_takes_its_share_of_matrices_and_of_nothing_else(name, precision, in_backward):
-    """It is decoupled: one step with it is one without it, less lr × decay of the weights before."""
+    """Decay is decoupled: a step with it equals one without it, less lr × decay × the weights before."""
     ways = {}
     for decay in (0.0, 0.5):
         optimizer = OptimizerSpec(name=name, weight_decay=decay, decayed="matrices")
@@ -95,7 +95,7 @@ def test_decay_takes_its_share_of_matrices_and_of_nothing_else(name, precision, 
 
 
 def test_steps_are_those_of_a_plain_loop_with_the_same_groups():
-    """To the bit, over several steps, with the rate and the decay of each."""
+    """To the bit, over several steps, with each group's rate and decay."""
     optimizer = OptimizerSpec(lr=1e-2, betas=(0.9, 0.95), **MATRICES)
     ours = trained(Strategy(precision="fp32", optimizer=optimizer), steps=4)
 
@@ -117,7 +117,7 @@ def test_steps_are_those_of_a_plain_loop_with_the_same_groups():
 
 
 def test_a_stochastically_rounded_step_has_both_groups():
-    """Of weights that gradients leave alone, bf16 without masters keeps those that do not decay."""
+    """Of weights with zero gradients, bf16 without masters changes only those that decay."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).to(torch.bfloat16)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     for spec in (OptimizerSpec(name=name, **MATRICES) for name in ("adamw", "came", "adamw_8bit_ao")):

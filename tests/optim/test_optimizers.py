@@ -1,4 +1,4 @@
-"""Optimizers by name: numbers against the papers and against torch, bytes a parameter, learning, rounding, shards."""
+"""Optimizers by name: numbers beside the papers' and torch's, bytes a parameter, learning, rounding, shards."""
 
 import importlib.util
 import math
@@ -45,7 +45,7 @@ def stepped(name, start, gradients, lr=1e-2, weight_decay=0.1):
 
 
 def came_of_the_paper(theta, gradients, lr, weight_decay, betas=(0.9, 0.999, 0.9999)):
-    """Algorithm 2 of arXiv:2307.02047, line by line in fp64, with decoupled weight decay."""
+    """Algorithm 2 of arXiv:2307.02047 in fp64, with decoupled weight decay."""
     beta1, beta2, beta3 = betas
     eps1, eps2, d = 1e-30, 1e-16, 1.0
     theta = theta.double()
@@ -78,7 +78,7 @@ def test_came_is_the_algorithm_of_the_paper():
 
 @pytest.mark.parametrize("shape", [(7, 5), (40,)])
 def test_adafactor_is_torch_s(shape):
-    """Up to torch's epsilon, which is fp32's and not the paper's: far below these gradients."""
+    """Up to torch's epsilon, which is fp32's and not the paper's, and far below these gradients."""
     start, gradients = draw(*shape), [draw(*shape, seed=i) for i in range(1, 6)]
     ours, _ = stepped("adafactor", start, gradients)
     param = nn.Parameter(start.clone())
@@ -109,7 +109,7 @@ def walked(optimizer, param, steps=20):
 
 
 def test_prodigy_is_that_of_its_package(capsys):
-    """Up to its sums, which are in fp32 here; and it prints nothing."""
+    """Up to its sums, which are in fp32 here. It prints nothing."""
     given = {"d_coef": 2.0, "safeguard_warmup": True, "use_bias_correction": True, "weight_decay": 0.01}
     ours = nn.Parameter(draw(30, 20))
     optimizer = optim.build(spec("prodigy", **given), [ours])
@@ -125,7 +125,7 @@ def test_prodigy_is_that_of_its_package(capsys):
 
 @pytest.mark.parametrize("seen", [False, True])
 def test_schedule_free_is_that_of_its_package(seen):
-    """To the bit, whether its average is looked at on the way or not; that too is the package's."""
+    """To the bit, whether its average is read on the way or not. The average equals the package's, too."""
     ours = nn.Parameter(draw(30, 20))
     optimizer = optim.build(spec("adamw_schedulefree", lr=1e-2, weight_decay=0.1), [ours])
     theirs = nn.Parameter(draw(30, 20))
@@ -140,7 +140,7 @@ def test_schedule_free_is_that_of_its_package(seen):
 
 
 def test_muon_is_torch_s_in_blocks_and_adamw_elsewhere():
-    """To the bit, and with one rate: of a model whose second layer is its block."""
+    """To the bit, with one rate, for a model whose second layer is its block."""
     model, other = (nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32), nn.Conv2d(32, 8, 2)) for _ in range(2))
     other.load_state_dict(model.state_dict())
     chosen = spec("muon", lr=1e-2, weight_decay=0.1)
@@ -217,12 +217,12 @@ def test_a_flat_partition_keeps_its_second_moment_whole(name):
     assert state_bytes(optimizer, param) == whole * 64 * 64
 
 
-# Adafactor's is relative to the weights; Lion and CAME take larger steps than Adam.
+# Adafactor's is relative to the weights. Lion and CAME take larger steps than Adam.
 LR = {"adafactor": 5e-2, "lion_8bit": 3e-3, "came": 1e-3, "came_8bit": 1e-3, "prodigy": 1.0}
 
 
 def train_digits(name, *, dtype=torch.float32):
-    """A two-layer classifier of real digits: the loss at the start and at the end."""
+    """Train a two-layer classifier of real digits. Returns the first and the last loss."""
     pixels, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels, dtype=dtype) / 16, torch.tensor(labels)
     torch.manual_seed(0)
@@ -253,7 +253,7 @@ def test_digits_are_learned_by_bf16_weights_without_masters(name):
 
 @pytest.mark.parametrize(("whole", "quantised"), [("came", "came_8bit"), ("adamw", "adamw_8bit")])
 def test_8_bits_stay_within_2_percent_of_the_way_of_32(whole, quantised):
-    """Weights after 20 steps on the same gradients, apart by their share of the way gone; Adam's for comparison."""
+    """Weights after 20 steps with the same gradients, beside Adam's: their distance as a share of the way."""
     start = draw(96, 64)
     gradients = [draw(96, 64, seed=i) + draw(96, 64, seed=1000) / 2 for i in range(1, 21)]
     far, _ = stepped(whole, start, gradients, lr=1e-3)
@@ -278,7 +278,7 @@ def test_rounding_is_right_on_ema_and_gives_bf16():
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_the_learning_rate_is_that_of_the_coming_step(name):
-    """Also where torchao keeps it in a tensor."""
+    """Also if torchao keeps it in a tensor."""
     param = nn.Parameter(draw(64, 64))
     start = param.detach().clone()
     optimizer = optim.build(spec(name, lr=1e-2), [param])
@@ -361,8 +361,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_sharded_steps_are_those_of_the_whole(tmp_path):
-    """Row means are each process's own, column means and clipping are summed over all: the same update. Muon's
-    matrices are gathered."""
+    """Row means belong to a process; column means and clipping are summed over all. Muon's matrices are gathered."""
     apart = answer_of_two(SHARDED, tmp_path)
     # In 8 bits the last digit of a value may decide between two codes.
     assert apart["came"] == apart["adafactor"] == apart["muon"] == 0

@@ -1,4 +1,4 @@
-"""What the ledger of a recorded run says of each policy: checkpointing, offload, averages, adapters, block swap."""
+"""The ledger of a recorded run with each policy: checkpointing, offload, EMA, adapters, block swap."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _pinned(found: Profile) -> int:
 
 
 def test_bytes_of_weights_follow_from_their_dtypes(profiles: Profiles) -> None:
-    """bf16 on the GPU: 2 B a parameter, 4 B a master; batches wait on the host; each block is rounded up to 512 B."""
+    """bf16 on the GPU: 2 B a parameter, 4 B a master. Batches wait in CPU memory. Each block is rounded up to 512 B."""
     found = profiles["plain"]
     assert (found.ledger.granularity, found.notices) == (512, ())
     assert "input" not in _phase(found.ledger, "init").at_peak
@@ -90,7 +90,7 @@ def test_offloaded_activations_wait_in_pinned_memory(profiles: Profiles) -> None
     assert _saved(offloaded.ledger) < _saved(plain.ledger) / 10
     assert _phase(offloaded.ledger, "forward").peak_bytes < _phase(plain.ledger, "forward").peak_bytes
     assert _pinned(offloaded) - _pinned(plain) >= _saved(plain.ledger) - _saved(offloaded.ledger)
-    # Of a checkpointed block its inputs wait there, and nothing else.
+    # Only the inputs of a checkpointed block wait there.
     both, checkpointed = profiles["offload-full"], profiles["full"]
     assert _saved(both.ledger) < _saved(checkpointed.ledger)
     assert _pinned(plain) < _pinned(both) < _pinned(offloaded)
@@ -111,17 +111,17 @@ def test_an_ema_costs_four_bytes_a_parameter_where_it_is_kept(profiles: Profiles
 
 
 def test_a_quantised_base_has_its_size(profiles: Profiles) -> None:
-    """Linear layers of blocks: 24 of 32 × 32. nf4: half a byte, an fp32 scale for 64, 16 fp32 values a layer;
-    int8: a byte, and a scale in bf16 for each row."""
+    """Linear layers of blocks: 24 of 32 × 32. nf4: half a byte, an fp32 scale for 64, 16 fp32 values a layer. int8: a
+    byte, and a bf16 scale for each row."""
     plain, nf4, int8 = (profiles[name] for name in ("lora", "lora-nf4", "lora-int8"))
     linears, elements = 8 * BLOCKS, 32 * 32
     smaller = linears * (2 * elements - (elements // 2 + 4 * elements // 64 + 4 * 16))
     assert _weights(plain) - _weights(nf4) == smaller
     assert _weights(plain) - _weights(int8) == linears * (2 * elements - (elements + 2 * 32))
-    # The adapters alone have masters and state: rank 16, two matrices a layer.
+    # Only the adapters have masters and state: rank 16, two matrices a layer.
     step = _phase(nf4.ledger, "step").at_peak
     assert step["master weight"] == 4 * linears * 2 * 16 * 32
-    # At the step all their gradients are in fp32, and still in bf16 as well: together they are less than a list takes.
+    # At the optimizer's step all their gradients are in fp32 and in bf16. Together they take less than a list.
     assert step["master weight"] < LIST_BYTES
     assert step["gradient"] == step["master weight"] + step["master weight"] // 2
 
@@ -136,14 +136,14 @@ def test_swapped_weights_wait_in_pinned_memory_and_take_room_for_two_blocks(prof
         if one.phase != "init":
             assert one.peak_bytes - other.peak_bytes == room // 2
     assert _pinned(swapped) - _pinned(plain) == room * BLOCKS // 2
-    # Of a later step the last block comes in the forward pass, and the first one in the backward pass: two are there.
+    # In a later step the last block is copied in the forward pass, and the first in the backward pass: two are there.
     _, first, block, *later = _copied(swapped)
     assert (first, later) == (BLOCKS * block, [0, block, block, 0])
-    assert 0.9 * room // 2 < block <= room // 2  # but for what keeps 512 B
+    assert 0.9 * room // 2 < block <= room // 2  # except what takes 512 B
 
 
 def _copied(answer: Profile) -> list[int]:
-    """Bytes that came to the device by copies into what was there, by span: weights, and no batches."""
+    """Bytes copied to the device into existing tensors, by span: weights without batches."""
     copies = Counter()
     for cost in answer.timeline.operators:
         if (cost.operator, cost.place) == ("aten.copy_", "to device"):

@@ -1,4 +1,4 @@
-"""The recorder on the host's tensors: what counts as an allocation, what as a free, and what operators cost."""
+"""The recorder on the CPU's tensors: what counts as an allocation and as a free, and what operators cost."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_the_call_of_an_engine_names_what_it_allocates():
 
 @pytest.mark.parametrize("by_the_process", [False, True])
 def test_what_collections_leave_out_is_the_process_s_own_affair_afterwards(by_the_process: bool) -> None:
-    """At exit Triton tells of all that stays frozen as leaked, in forty lines."""
+    """Triton would report all frozen objects as leaked at exit, in forty lines."""
     gc.unfreeze()
     if by_the_process:
         gc.freeze()

@@ -1,4 +1,4 @@
-"""The commands that a plan prints: right for its engine, its GPUs and its machines, as their launchers read them."""
+"""A plan's commands are right for its engine, GPUs and machines, by their launchers' own parsers."""
 
 import json
 import math
@@ -115,7 +115,7 @@ def test_commands_are_those_of_the_engine_and_the_machines(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_a_slurm_job_has_the_time_of_the_run_and_of_a_save(made):
-    """The most that 1,000 steps take; the warning before the end leaves a save of 100 GB; slow steps save often."""
+    """1,000 steps at their slowest. The warning before the end leaves time to save 100 GB. Slow steps save often."""
     step = made.chosen.step.seconds.high
     short = made.run.model_copy(update={"steps": 1000})
     plan = made.model_copy(update={"run": short, "host": made.host.model_copy(update={"checkpoint_bytes": 0})})
@@ -129,7 +129,7 @@ def test_a_slurm_job_has_the_time_of_the_run_and_of_a_save(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_launchers_read_the_commands_as_they_are_meant(made):
-    """torchrun's, accelerate's and DeepSpeed's own parsers, on every form that is printed."""
+    """torchrun's, accelerate's and DeepSpeed's own parsers, for every form of command."""
     lines = [
         "\n".join(command.lines())
         for plan in (on(made, fsdp2(8)), on(made, fsdp2(12)), plans.sharded_plan(8), plans.sharded_plan(32))
@@ -203,7 +203,7 @@ def online(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_features_online_are_not_extracted(made):
-    """The run has one bucket, and its encoders the dtypes that were planned."""
+    """The run has one bucket, and its encoders have the planned dtypes."""
     plan = online(made)
     assert next(each.words[:2] for each in commands(made, FOLDER)) == ("bigdit", "extract")
     assert next(each.words[:2] for each in commands(plan, FOLDER)) == ("bigdit", "train")

@@ -1,4 +1,4 @@
-"""The report of an emulation: what it says, and that a script cannot write into it."""
+"""The report of an emulation: its text, and that a script cannot change it."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_out_of_memory_decides_the_exit_status() -> None:
     [
         ({"stepped_after_oom": True}, 0, 0),
         ({"stepped_after_oom": True}, 1, 1),
-        ({"steps": 0, "backwards": 0, "computed_after_oom": True}, 0, 0),  # it draws
-        ({"computed_after_oom": True}, 0, 0),  # it draws after its training
+        ({"steps": 0, "backwards": 0, "computed_after_oom": True}, 0, 0),  # it generates
+        ({"computed_after_oom": True}, 0, 0),  # it generates after training
         ({"ended": "exec"}, 0, 0),
         ({"ended": "exec"}, 1, EXIT_DOES_NOT_FIT),
         ({"steps": 0, "backwards": 0}, 0, EXIT_DOES_NOT_FIT),  # it catches all errors and ends
-        ({"steps": 0, "computed_after_oom": True}, 0, EXIT_DOES_NOT_FIT),  # it leaves out every step
+        ({"steps": 0, "computed_after_oom": True}, 0, EXIT_DOES_NOT_FIT),  # it skips every step
         ({"computed_after_oom": True}, 1, EXIT_DOES_NOT_FIT),
     ],
 )
@@ -95,7 +95,7 @@ def test_what_went_on_after_memory_ran_out_ended_as_its_command(
 def test_a_command_that_failed_gives_no_answer(
     status: int, processes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Text, page and JSON say so alike, and its status is not that of what does not fit."""
+    """Text, page and JSON agree, and the status is not that of what does not fit."""
     found = emulation(run(*[{"steps": 0}] * processes, status=status))
     reported = document(found)
     (of_run,) = reported["runs"]

@@ -1,4 +1,4 @@
-"""The folder of a plan: whole or absent, never over what is someone else's, and training runs by it."""
+"""The folder of a plan: whole or absent, never over other files, and trained from."""
 
 import json
 
@@ -24,7 +24,7 @@ from bigdit.speed.seconds import Interval
 from bigdit.strategy import LoraSpec, Strategy
 from bigdit.train.prepare import prepare
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the recorded run, none takes long
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # only the recorded run takes long
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def made():
 
 
 def of_model(plan, model):
-    """The plan as if it were of another model."""
+    """The plan with another model."""
     return plan.model_copy(update={"request": plan.request.model_copy(update={"model": model})})
 
 
@@ -56,7 +56,7 @@ def test_a_kept_plan_is_believed_as_it_was_written_alone(made, tmp_path, monkeyp
     assert PLANS.find(("request",)) == made
     (file,) = tmp_path.rglob("*.json")
     whole = file.read_text()
-    file.write_text(whole.replace(str(made.chosen.peak_allocated_bytes), "1"))  # a plan still, of other figures
+    file.write_text(whole.replace(str(made.chosen.peak_allocated_bytes), "1"))  # still a plan, with other figures
     assert PLANS.find(("request",)) is None
     assert capsys.readouterr().err == f"{file} is damaged, and the plan is made again\n"
 
@@ -80,7 +80,7 @@ def test_the_skeleton_runs_by_its_plan(make, tmp_path):
     run, strategy = stage.run, stage.run.strategy
     assert stage.plan == record(plan, skeleton(plan))
     assert stage.notices(plan.catalogue) == []
-    learning = plan.chosen.strategy.optimizer.model_copy(update={"lr": strategy.optimizer.lr})  # which is the run's own
+    learning = plan.chosen.strategy.optimizer.model_copy(update={"lr": strategy.optimizer.lr})  # the run's own
     assert strategy == plan.chosen.strategy.model_copy(update={"optimizer": learning})
     assert run.train.steps == plan.run.steps
     assert run.data.buckets == ((1024, 1024), (832, 1248), (512, 512))
@@ -96,7 +96,7 @@ def test_the_skeleton_runs_by_its_plan(make, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in names() if recipe(name).stages == 1])
 def test_a_run_starts_as_the_recipe_of_its_model_does(made, tmp_path, monkeypatch, name):
-    """From its weights, by its objective, as long and as fast as runs of its kind."""
+    """From its weights, with its objective, steps and rate."""
     found = recipe(name)
     lora = LoraSpec(rank=16) if "lora" in found.run["strategy"] else None
     strategy = made.chosen.strategy.model_copy(update={"lora": lora})
@@ -151,7 +151,7 @@ def test_a_users_model_is_paired_with_the_encoders_in_its_folder(made, tmp_path)
     run = yaml.safe_load(skeleton(of_model(made, user_model(folder))))
     assert run["encoders"]["text"]["pipeline"] == str(folder)
     assert run["encoders"]["image"] == {"name": "vae", "class_name": "AutoencoderDC", "path": f"{folder}/vae"}
-    changed(folder / "vae/config.json", _class_name="AutoencoderOfMine")  # the plan is of another VAE
+    changed(folder / "vae/config.json", _class_name="AutoencoderOfMine")  # the plan has another VAE
     text = skeleton(of_model(made, user_model(folder)))
     assert yaml.safe_load(text)["encoders"]["image"]["path"] == "path/to/SanaPipeline/vae"
     assert f"# The plan assumes dc-ae-f32c32-sana: the VAE of {folder} is unknown or missing.\n" in text
@@ -187,7 +187,7 @@ def test_a_model_of_videos_is_run_with_frames_and_their_rate(made, tmp_path, nam
     [
         ("hunyuandit-v1.2", "AutoencoderKL", 256),
         ("hunyuanimage-2.1", "AutoencoderKLHunyuanImage", 1000),
-        ("sd3.5-medium", "AutoencoderKL", 256),  # and CLIP's 77 before them
+        ("sd3.5-medium", "AutoencoderKL", 256),  # after CLIP's 77
     ],
 )
 def test_a_model_of_several_texts_is_run_by_its_pipeline(made, tmp_path, name, vae, tokens):
@@ -225,7 +225,7 @@ def test_text_that_is_encoded_elsewhere_has_its_model_named(made, tmp_path):
 
 
 def test_what_is_assumed_of_a_users_model_is_reported_where_its_encoders_are_filled_in(made, tmp_path):
-    """Of one class are PixArt-α's encoders and PixArt-Σ's, which are in pipelines of two classes."""
+    """One class has PixArt-α's and PixArt-Σ's encoders, which are in two classes of pipelines."""
     file = tmp_path / "mine/config.json"
     file.parent.mkdir()
     alpha = model("pixart-alpha-xl-2-512").spec
@@ -237,7 +237,8 @@ def test_what_is_assumed_of_a_users_model_is_reported_where_its_encoders_are_fil
 
 
 def test_no_encoders_are_named_that_a_users_model_cannot_take(made, tmp_path):
-    """A config.json alone, whose latents and text are none of the catalogue's: what is wanted is said instead."""
+    """From a config.json alone, whose latents and text the catalogue does not know: the run says what is needed
+    instead."""
     config = {"_class_name": "SanaTransformer2DModel"} | made.request.model.spec.kwargs
     file = tmp_path / "odd/config.json"
     file.parent.mkdir()

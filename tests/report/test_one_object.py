@@ -1,4 +1,4 @@
-"""The terminal's text, the page and the JSON of a plan are one object: every number of the first two is the third's."""
+"""A plan's text, page and JSON agree: every number in the text and on the page is in the JSON."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ FOLDER = Path("plans/sana")
 
 
 def launched(plan: Plan) -> Plan:
-    """With the time that the host takes to hand a step's kernels over."""
+    """The time that the CPU takes to launch a step's kernels."""
     handed = Handed(count=4338, counted=True, seconds=Interval(low=0.02, high=0.2), bound="possible")
     step = plan.chosen.step.model_copy(update={"launches": handed})
     return plan.model_copy(update={"chosen": plan.chosen.model_copy(update={"step": step})})
@@ -37,7 +37,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_number_in_the_text_and_on_the_page_is_one_of_the_json(way):
-    """But for sums, differences and shares of two of them, each of which is named below."""
+    """Except sums, differences and shares of two numbers, each of which is named below."""
     plan = WAYS[way]()
     document = json.loads(plan.model_dump_json(exclude={"packed_timeline"}))
     numbers = {value for value in leaves(document) if not isinstance(value, str)} | set(_of_two(plan))
@@ -50,12 +50,12 @@ def test_every_number_in_the_text_and_on_the_page_is_one_of_the_json(way):
 
 
 FIXED = {("500.0", "M"), ("100.0", "%"), (str(PORT), ""), ("00", "")}
-"""DeepSpeed's default buckets, beside those that were chosen; the whole, in %; where machines meet, in commands; and
-the minutes of a job's time, which is in whole hours."""
+"""DeepSpeed's default buckets, beside the chosen ones; the whole, in %; the port of machines, in commands; and the
+minutes of a job's time, which is in whole hours."""
 
 
 def test_a_number_that_is_not_the_plan_s_is_seen():
-    """Each in its unit: what the test above holds would notice the least of changes."""
+    """In each unit: the test above would notice the smallest change."""
     assert quantities("28.4–37.1 s: 2.99 GiB 8.2 % of 1,604 in 0.13–1.32 MiB") == {
         ("28.4", "s"), ("37.1", "s"), ("2.99", "GiB"), ("8.2", "%"), ("1,604", ""), ("0.13", "MiB"), ("1.32", "MiB")
     }  # fmt: skip
@@ -69,7 +69,7 @@ def test_a_number_that_is_not_the_plan_s_is_seen():
 
 
 def _of_two(plan: Plan) -> Iterator[float]:
-    """What is shown and is not in the JSON: what two of its numbers come to."""
+    """A number that is not in the JSON, but follows from two of its numbers."""
     chosen, ledger, non_torch = plan.chosen, plan.ledger, plan.chosen.non_torch
     yield plan.request.gpu.usable_bytes  # the GPU's bytes as `usable_mib`
     yield chosen.process.high_bytes - non_torch.high_bytes - chosen.peak_reserved_bytes
@@ -81,5 +81,5 @@ def _of_two(plan: Plan) -> Iterator[float]:
     if plan.request.cluster.gpus > 1:
         over_all = chosen.samples_per_second_per_gpu * plan.request.cluster.gpus
         yield from (over_all.low, over_all.high)
-    yield len(plan.front) - MOST_ROWS  # rows that the terminal leaves to the page
+    yield len(plan.front) - MOST_ROWS  # rows that only the page shows
     yield from range(1, 1 + max(len(plan.front), len(plan.fixes)))  # rows, as the page counts them

@@ -1,4 +1,4 @@
-"""The page of a plan and its images: whole in one file, for every eye and on paper; and the folder they lie in."""
+"""The page of a plan and its images: one file, readable by everyone and on paper; and its folder."""
 
 import itertools
 import json
@@ -19,13 +19,13 @@ from bigdit.report.html import DARK
 from bigdit.report.page import page
 from bigdit.units import gib
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the recorded run, none takes long
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # only the recorded run takes long
 
 VOID = {"meta", "br", "img", "input", "hr", "link", "path", "use"}
 
 
 class Outline(HTMLParser):
-    """Elements with their attributes, in order, and the text within those that are open."""
+    """Elements with their attributes, in order, and the text within open ones."""
 
     def __init__(self, text):
         super().__init__()
@@ -104,8 +104,8 @@ def test_it_is_for_those_who_cannot_see_it_too(shown):
 
 
 def test_on_a_narrow_screen_nothing_is_lost(shown):
-    """At 400 pixels tables of many columns become lists whose lines name their column; what stays wide scrolls, and
-    the GPU's mark stands on the side of its line where it has room."""
+    """At 400 pixels tables with many columns become lists whose lines name their column. Wide content scrolls, and
+    the GPU's label stands on the side of its line that has room."""
     narrow = shown[shown.index("@media (max-width: 560px)") : shown.index("@media print")]
     assert ".stacks [data-head]::before { content: attr(data-head)" in narrow
     tables = re.findall(r"<table class=.(?:choices )?stacks.>(.*?)</table>", shown, re.DOTALL)
@@ -124,7 +124,7 @@ def test_on_a_narrow_screen_nothing_is_lost(shown):
 
 @pytest.mark.parametrize("percent", range(0, 101, 5))
 def test_the_gpus_mark_has_room_on_a_narrow_screen(percent):
-    """400 pixels less the margins of page and section, of which the mark takes 16 letters of 0.85 rem."""
+    """400 pixels less the margins of page and section. The label takes 16 letters of 0.85 rem."""
     template = (ROOT / "bigdit/report/templates/plan.html").read_text()
     after = percent < int(re.search(r"gpu_line < (\d+)", template)[1])
     width, mark = 400 - 2 * (10 + 14 + 1), len("usable 44.35 GiB") * 0.85 * 16 * 0.6

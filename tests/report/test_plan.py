@@ -1,4 +1,4 @@
-"""A plan in the terminal: what is said, in what order, at 80 columns; and the commands that run it."""
+"""A plan in the terminal: its lines and their order at 80 columns, and the commands that run it."""
 
 import math
 import re
@@ -118,7 +118,7 @@ def test_the_numbers_are_the_plans(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_all_that_is_shown_ran_on_an_emulated_gpu(made):
-    """In the terminal and on the page, with the build of torch; the margin is said as bytes and as a share."""
+    """In the terminal and on the page, with the build of torch. The margin is in bytes and as a share."""
     how = f"ran with exactly these settings on an emulated GPU, torch {made.emulated}"
     margin = f"safety margin {gib(words.margin(made))} (3 %)"
     for plan in (made, plans.unfitting_plan()):
@@ -191,7 +191,7 @@ def test_what_may_not_fit_is_not_called_the_fastest_that_fits(made):
 
 
 def tight(plan, usable_bytes):
-    """The plan on a GPU of so many bytes, where it is tight."""
+    """The plan on a GPU with so many bytes, where it is tight."""
     gpu = plan.request.gpu.model_copy(update={"usable_mib": usable_bytes // MIB})
     left = gpu.usable_bytes - plan.chosen.process.high_bytes
     chosen = plan.chosen.model_copy(update={"headroom_bytes": left, "verdict": "TIGHT"})
@@ -235,7 +235,7 @@ def test_a_host_that_is_too_small_is_in_the_verdict(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_what_is_reserved_is_in_the_verdict(made):
-    """For what, where it is what is reserved of its kind."""
+    """With the kind of GPU, if the reserve is that kind's."""
     for gpu, printed in (
         (made.request.gpu.reserving(512 * MIB), "43.85 GiB usable (0.50 GiB reserved), "),
         (catalog.gpu("rtx-a6000").reserving(), "46.89 GiB usable (0.50 GiB reserved for the display), "),

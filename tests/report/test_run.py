@@ -1,4 +1,4 @@
-"""The page of a run: every number is one that the run left, and it is whole in one file, at any time of the run."""
+"""The page of a run: every number is the run's, and it is one whole file at any time of the run."""
 
 import html
 import json
@@ -27,7 +27,7 @@ LEFT = ("metrics.jsonl", "run.json", "receipt.json")
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """What the tiny run has left, but for weights."""
+    """The tiny run's output, without weights."""
     output = tmp_path / "run"
     output.mkdir()
     for name in LEFT:
@@ -67,7 +67,7 @@ def planned(run):
     for step in (2, 4, 6, 8):
         pixels = np.random.default_rng(step).integers(0, 256, (24, 48, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(run / f"samples/step-{step:08d}.png")
-    (run / "samples/step-00000008.webp").touch()  # of videos, which move
+    (run / "samples/step-00000008.webp").touch()  # videos, which move
     return run
 
 
@@ -92,7 +92,7 @@ def test_every_number_is_one_that_the_run_left(planned):
     shown = visible(re.sub("<pre>.*?</pre>", "", page(found), flags=re.DOTALL))
     quantities_shown = quantities(shown)
     assert len(quantities_shown) > 40
-    zone = {("00", "")}  # of a time that JSON has as Z
+    zone = {("00", "")}  # a time that JSON writes with Z
     made_up = {each for each in quantities_shown - printed - zone if not any(reads(value, *each) for value in numbers)}
     assert {number for number, _ in made_up} - losses == set()
 

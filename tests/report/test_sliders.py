@@ -1,4 +1,4 @@
-"""The page's sliders and choices in a real browser, held against the plan's own JSON."""
+"""The page's sliders and choices in a real browser, beside the plan's own JSON."""
 
 import json
 import re
@@ -18,12 +18,12 @@ from bigdit.search.plan import process, verdict_of
 from bigdit.strategy import EmaSpec, OptimizerSpec
 from bigdit.units import gib
 
-# One plan with that of tests/report/test_plan.py, which is recorded once.
+# It shares a plan with tests/report/test_plan.py, which is recorded once.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]
 
 ADAMW = "single GPU, AdamW"
 RAN = ((2, 0), (2, 20), (4, 0), (8, 12), (8, 20), (16, 20), (24, 20))
-"""Micro-batches with blocks: as after a search, not every size with every number of blocks."""
+"""Micro-batches with blocks. As after a search, not every size has every number of blocks."""
 OTHERS = {
     "single GPU, 8-bit AdamW": {"optimizer": OptimizerSpec(name="adamw_8bit")},
     "single GPU, CAME": {"optimizer": OptimizerSpec(name="came")},
@@ -33,7 +33,7 @@ SMALLER, LARGER = catalog.gpu("rtx-3090-ti"), catalog.gpu("rtx-a6000")
 
 
 def at_sizes(plan, size, blocks):
-    """The recommended one as it was recorded, the others made up: more bytes with each image and each block kept."""
+    """The recommended point as it was recorded, and made-up others: more bytes with each image and each block kept."""
     recommended = plan.chosen
     if (size, blocks) == (recommended.micro_batch_size, recommended.blocks):
         return recommended
@@ -88,7 +88,7 @@ def chromium():
 
 @pytest.fixture
 def page(chromium, folder):
-    """The page as it is first seen."""
+    """The page as it is first shown."""
     width(chromium, 1200)
     chromium.get("about:blank")
     chromium.get((folder / "report.html").as_uri())
@@ -115,7 +115,7 @@ def ran_of(document, title):
 
 
 def point(document, title, size, blocks):
-    """What ran by the JSON, with its peak phase and what was recorded there, and the GPU that the plan is for."""
+    """What ran by the JSON, with its peak phase and its record, and the plan's GPU."""
     wanted = (int(size), int(blocks))
     (ran,) = [each for each in ran_of(document, title) if tuple(each["strategy"][key] for key in SIZES) == wanted]
     recorded = max(document["ledger"]["phases"], key=lambda phase: phase["peak_bytes"])["at_peak"]
@@ -126,7 +126,7 @@ def point(document, title, size, blocks):
 
 
 def shown(page, document):
-    """The point that the address names."""
+    """The point in the address."""
     asked = state(page)
     return point(document, asked["strategy"], asked["micro-batch"], asked["blocks"])
 
@@ -136,7 +136,7 @@ def gibs(low, high):
 
 
 def shows(page, found, room, how="ran"):
-    """Whether every number on the page is the one of this point on this GPU."""
+    """Whether every number on the page belongs to this point on this GPU."""
     low, high = (found["process"][end] for end in ("low_bytes", "high_bytes"))
     left = room["usable_bytes"] - high
     assert at(page, "verdict").find_element(By.TAG_NAME, "strong").text == found["verdict"]
@@ -174,7 +174,7 @@ def test_it_begins_with_what_is_recommended(page, plan, document):
 
 
 def test_sliders_move_over_all_that_ran_by_the_keyboard(page, document):
-    """The other slider gives way to the nearest that ran, and the page says so."""
+    """The other slider moves to the nearest point that ran, and the page says so."""
     points = [each["strategy"] for each in ran_of(document, ADAMW)]
     keys = {"micro-batch": "micro_batch_size", "blocks": "checkpointed_blocks"}
     now = {"blocks": 12}
@@ -279,7 +279,7 @@ def test_it_is_as_wide_as_the_screen(page, pixels):
 
 
 def test_tables_that_are_lists_on_a_narrow_screen_are_as_wide_as_it(page):
-    """Their captions too; and what a cell says is one piece, which stands at its end."""
+    """With their captions. A cell's text is one piece, at its end."""
     width(page, 400)
     captions = page.find_elements(By.CSS_SELECTOR, ".stacks caption")
     assert captions
@@ -319,7 +319,7 @@ def test_without_scripts_all_else_is_there(chromium, folder):
 
 
 def test_another_number_of_gpus_is_another_plans(chromium, plan, tmp_path):
-    """What ran for it, on its own machine."""
+    """Its own strategies, on its own machine."""
     other = plans.sharded_plan(8)
     own = other.chosen.model_copy(update={"option": "ZeRO-2 on 8, AdamW"})
     request = other.request.model_copy(update={"host_memory_bytes": 2 * plan.request.host_memory_bytes})

@@ -1,4 +1,4 @@
-"""No terminal is so narrow that numbers are cut: a table's rows stand below each other there."""
+"""No terminal is so narrow that numbers are cut: a table's rows then stand below each other."""
 
 import pytest
 from rich.console import Console

@@ -1,4 +1,4 @@
-"""The image of a timeline, and the tables of its ledger on a GPU."""
+"""The image of a timeline, and its ledger's tables for a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEP = Timeline(
 
 
 def painted(path: Path) -> dict[str, int]:
-    """Pixels of each category's own colour."""
+    """Pixels in each category's colour."""
     with Image.open(path) as image:
         assert image.format == "PNG"
         pixels = np.asarray(image.convert("RGB"))
@@ -47,8 +47,8 @@ def test_layers_cover_the_image_as_bytes_cover_the_events(tmp_path: Path) -> Non
     found = painted(tmp_path / "memory.png")
     drawn = {"parameter", "saved activation", "gradient", "temporary"}
     assert {name for name, count in found.items() if count > 100} == drawn
-    # Between two events lie as many pixels for each: 6 × 40 MiB of parameter, 4 × 60 of activation, 4 × 30 of
-    # gradient and 1 × 4 of temporary; lines and the legend's squares cost a few of a hundred.
+    # Each interval between two events has equally many pixels: 6 × 40 MiB of parameters, 4 × 60 of activations, 4 × 30
+    # of gradients and 1 × 4 of temporaries. Lines and the legend cost a few in a hundred.
     assert found["saved activation"] / found["parameter"] == pytest.approx(240 / 240, rel=0.1)
     assert found["gradient"] / found["parameter"] == pytest.approx(120 / 240, rel=0.1)
 
@@ -96,7 +96,7 @@ def test_every_category_has_a_colour_that_no_eye_takes_for_another(vision: str) 
     assert set(COLOURS) == set(CATEGORIES)
     seen = {name: lab(colour, np.array(VISIONS[vision])) for name, colour in COLOURS.items()}
     for one, other in itertools.combinations(seen, 2):
-        # CIE 1976: a difference of 2 is just seen, and 10 at a glance.
+        # CIE 1976: a difference of 2 is just visible, and 10 at a glance.
         assert np.linalg.norm(seen[one] - seen[other]) > 10, (one, other)
 
 
@@ -136,7 +136,7 @@ total allocated    0.13 GiB  100.0 %
 
 
 def test_the_way_to_what_nvidia_smi_shows() -> None:
-    # Beside torch, at 8.6, lie 133 MiB and stacks of 10 multiprocessors, 15 MiB, to 519 and stacks of 84, 126 MiB.
+    # Outside torch, at 8.6: from 133 MiB with stacks of 10 multiprocessors, 15 MiB, to 519 with those of 84, 126 MiB.
     assert (
         text(tables.process(150 * MIB, non_torch_memory((8, 6), 1), 751 * MIB))
         == """\

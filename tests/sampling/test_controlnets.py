@@ -103,7 +103,7 @@ def test_a_run_resumes_and_what_does_not_fit_is_refused_in_a_line(encoded, tmp_p
         (
             "train",
             "model.init_from=null",
-        ): "strategy.controlnet is beside trained weights, and model.init_from is missing",
+        ): "strategy.controlnet needs trained weights, and model.init_from is missing",
         ("train", "strategy.controlnet.layers=4"): "strategy.controlnet: layers is 4, and SD3Transformer2DModel has 3",
         (
             "train",
@@ -133,7 +133,7 @@ def test_a_run_resumes_and_what_does_not_fit_is_refused_in_a_line(encoded, tmp_p
     alone = with_set((f"model.init_from={folder / 'run/checkpoints/step-00000004'}", f"output={tmp_path / 'run'}"))
     done = bigdit("train", "--config", folder / "run.yaml", *alone)
     assert done.returncode == 1
-    assert "holds a ControlNet alone; its base is" in " ".join(done.stderr.split())
+    assert "holds only a ControlNet; its base is" in " ".join(done.stderr.split())
     train_here(folder / "run.yaml", "train.steps=6")
     assert latest(folder / "run")[0].step == 6
     done = bigdit("train", "--config", folder / "run.yaml", *with_set(("strategy.controlnet.layers=1",)))

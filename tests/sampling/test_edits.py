@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
             "train",
             ("samples={captions: [a, b]}",),
         ): "samples.images has 0 for 2 of samples.captions, and data.references",
-        ("train", ("strategy.features=online", "data.features=null")): "data.references is 1, which needs a store",
+        ("train", ("strategy.features=online", "data.features=null")): "data.references is 1, which needs a cache",
         ("extract", (f"data.images={tmp_path / 'alone'}", f"data.features={tmp_path / 'none'}")): (
             f"data.references is 1, and {tmp_path / 'alone'} holds no references; put x.reference.png beside x.png"
         ),

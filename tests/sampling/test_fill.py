@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
         ),
         ("train", f"model={json.dumps(control)}"): "takes no masked images; leave it out",
         ("train", "data.references=1"): "references and fill are both set",
-        ("train", "strategy.features=online", "data.features=null"): "data.fill is true, which needs a store",
+        ("train", "strategy.features=online", "data.features=null"): "data.fill is true, which needs a cache",
         ("train", "samples={captions: [a, b]}"): "samples.images has 0 for 2 of samples.captions, and data.fill needs",
         ("extract", f"model={json.dumps(wide)}", f"data.features={tmp_path / 'none'}"): (
             "encoders.image gives 8 channels of masked images, and"

@@ -304,6 +304,10 @@ def test_sizes_read_as_they_are_written(sizes):
             "fsdp2, or --gpus 1",
         ),
         (
+            {"engine": "ddp"},
+            "--engine ddp needs several GPUs, and --gpus is 1; use --gpus 2 or more, or --engine single",
+        ),
+        (
             {"full": True, "lora": 16},
             "--full is full fine-tuning, and --lora 16 trains adapters; leave one of them out",
         ),

@@ -1,4 +1,4 @@
-"""Step times: laws of the arithmetic, and examples worked out by hand."""
+"""Step times: laws of the arithmetic, and hand-made examples."""
 
 import pytest
 from hypothesis import given, settings
@@ -176,7 +176,7 @@ def test_attention_takes_as_long_as_the_tiles_that_its_heads_fill():
     assert of_136.low == pytest.approx(of_128.low * 256 / 136)
     assert of_128.low < of_64.low < of_64.high < of_72.high
     assert any_size == of_128
-    # Elsewhere nobody measured it by heads.
+    # Elsewhere nobody has measured it by heads.
     assert seconds("a100-80g-sxm", " (heads of 72)") == seconds("a100-80g-sxm", " (heads of 128)")
 
 
@@ -202,7 +202,7 @@ def test_a_step_is_bound_by_the_launches_that_were_counted():
     assert counted.seconds == LAUNCHED_SECONDS * 6500
     estimated = step_time(work, accumulated, A100, Cluster()).launches
     assert (estimated.count, estimated.counted, estimated.bound) == (30_000, False, "yes")
-    # A second of products at most hides all of the low end, and less than half of the high one.
+    # At most a second of products, which hides all of the low end and less than half of the high one.
     second = one(Load({MM: Amount(10, 312e12 * PRODUCTS[8, 0].low, 0)}, {}))
     for count, bound in ((1e4, "no"), (1e5, "possible"), (1e6, "yes")):
         assert step_time(second, ONE, A100, Cluster(), launches=Launches(count, 0)).launches.bound == bound
@@ -215,7 +215,7 @@ def test_what_a_gpu_counted_belongs_to_micro_batches_or_to_the_end_of_the_step()
     micro, end = (launched(none, after) for after in (none | {"launches": 30, "library_calls": 8, "fills": 2}, ends))
     assert micro.counts == {"launches": 30, "library_calls": 8, "fills": 2}
     assert launches_of({"forward": micro, "backward": micro, "step": end}, 4) == Launches(micro=20, step=10)
-    assert (micro + end).launches == 50  # waits of the host are no launches
+    assert (micro + end).launches == 50  # waits of the CPU are no launches
     assert launches_of({}, 1) is None
 
 
@@ -239,7 +239,7 @@ def test_a_ring_between_machines_takes_the_network_s_time():
     assert found.high > 300 / 12.5 * 15 / 16 / 0.6
     fast = step_time(gathered, strategy, A100, Cluster(gpus=16, network_gbs=400)).seconds
     assert fast.high < found.low / 2
-    # HSDP shards within a machine and reduces between: the replicas of eight shards share the network.
+    # HSDP shards within a machine and reduces between machines: eight shards' replicas share the network.
     hybrid = Strategy(world_size=32, engine="fsdp2", dp_replicate=4)
     within = one(Load({}, {Exchange("forward", "all_gather", 8): Amount(1, 0, 300e9)}))
     between = one(Load({}, {Exchange("backward", "all_reduce", 4): Amount(1, 0, 300e9 / 8)}))
@@ -251,7 +251,7 @@ def test_a_ring_between_machines_takes_the_network_s_time():
 
 
 def test_processes_that_share_a_sample_wait_for_its_tokens():
-    """Neighbours exchange them, whatever copies HSDP has; between machines all GPUs of one send at once."""
+    """Neighbours exchange tokens, however many copies HSDP has. Between machines all GPUs of one send at once."""
     product, exchanged = {MM: Amount(1, 312e12, 0)}, {Exchange("forward", "all_to_all", 4): Amount(1, 0, 30e9)}
     strategy, cluster = Strategy(world_size=16, engine="fsdp2", cp=4, dp_replicate=4), Cluster(gpus=16)
     alone, apart, both = (
@@ -265,7 +265,7 @@ def test_processes_that_share_a_sample_wait_for_its_tokens():
 
 
 def test_what_a_ring_sends_hides_behind_attention_at_best():
-    """A pass has one link to itself within a machine; between machines, all rings of one pass at once."""
+    """A pass has a link of its own within a machine. Between machines all rings of a pass send at once."""
     product, sent = {MM: Amount(1, 312e12, 0)}, {Exchange("forward", "send", 2): Amount(1, 0, 30e9)}
     strategy, cluster = Strategy(world_size=8, engine="fsdp2", cp=8, cp_ring=2), Cluster(gpus=8)
     alone, apart, both = (

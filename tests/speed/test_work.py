@@ -1,4 +1,4 @@
-"""The work of a step, as an emulated GPU counts it: what is repeated, reduced and moved."""
+"""The work of a step as an emulated GPU counts it: what is repeated, reduced and moved."""
 
 import pytest
 from tiny_models import SANA, SHAPE
@@ -38,7 +38,7 @@ STRATEGIES = {
 
 @pytest.fixture(scope="module")
 def recorded(own_cache):
-    """Strategy and work of each name in STRATEGIES, of a tiny Sana."""
+    """Strategy and work of each name in STRATEGIES, with a tiny Sana."""
     found = {}
     with EmulatedGpus(A100, 1) as gpus:
         for name, text in STRATEGIES.items():
@@ -81,7 +81,7 @@ def test_reductions_are_where_the_engine_makes_them(recorded):
         ("fsdp2", {("all_gather", 8), ("reduce_scatter", 8)}, {}),
         ("hsdp", {("all_gather", 4), ("reduce_scatter", 4)}, {("all_reduce", 2)}),
     ):
-        for recording in (name, f"{name}, 2"):  # told by the engine's rules, and seen
+        for recording in (name, f"{name}, 2"):  # by the engine's rules, and as seen
             _, work = recorded[recording]
             assert set(sent(work.micro, "backward")) == set(every), recording
             assert set(sent(work.last, "backward")) == set(last), recording
@@ -92,7 +92,7 @@ def test_reductions_are_where_the_engine_makes_them(recorded):
 
 def test_what_is_offloaded_crosses_the_link_and_is_computed_on_the_host(recorded):
     _, zero2 = recorded["zero2-offload"]
-    params = 16740  # of the tiny Sana; a partition of an eighth, with its padding
+    params = 16740  # of the tiny Sana: an eighth, with its padding
     assert moved(zero2.micro, "to host", "backward") == pytest.approx(4 * params / 8, rel=0.01)
     assert moved(zero2.step, "to device", "step") == pytest.approx(2 * params / 8, rel=0.01)
     # AdamW's four tensors, read and written
@@ -103,7 +103,7 @@ def test_what_is_offloaded_crosses_the_link_and_is_computed_on_the_host(recorded
     _, saved = recorded["activations"]
     assert moved(saved.micro, "to host", "forward") == pytest.approx(moved(saved.micro, "to device", "backward"), 0.01)
     assert moved(saved.step, "to host", "ema") == 4 * params
-    assert moved(saved.step, "host", "ema") == 3 * 4 * params  # weights and average read, the average written
+    assert moved(saved.step, "host", "ema") == 3 * 4 * params  # weights and EMA read, the EMA written
 
 
 def test_offload_shows_in_the_parts(recorded):

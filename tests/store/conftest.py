@@ -1,4 +1,4 @@
-"""A small store of real images, encoded here, and what it is made of."""
+"""A small store of real images, encoded here, and its inputs."""
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from bigdit.encoders.t5 import T5TextEncoder
 from bigdit.extract.worker import UnitEncoder
 from bigdit.sources.folder import ImageFolder
 from bigdit.store.part import part_path, write_part
+from bigdit.store.report import Stopwatch
 from bigdit.store.schema import StoreSchema, claim, part_identity, store_identity
 from bigdit.store.store import write_null_text
 
@@ -32,7 +33,7 @@ def text_encoder():
 
 @pytest.fixture
 def images(tmp_path):
-    """Eleven of noise, of two aspect ratios; captions repeat, and number 5 has none."""
+    """Eleven images of noise with two aspect ratios. Captions repeat, and number 5 has none."""
     folder = tmp_path / "images"
     folder.mkdir()
     noise = np.random.default_rng(0)
@@ -64,7 +65,7 @@ def fill(images, codec, text_encoder):
         write_null_text(root, text_encoder.null, store_identity(schema))
         for start, end in schema.ranges():
             items = ImageFolder(SourceConfig(path=images)).items(start, end)
-            encoded = UnitEncoder(Encoders(codec, text_encoder, torch.device("cpu")), BUCKETS).encode(items)
+            encoded = UnitEncoder(Encoders(codec, text_encoder, torch.device("cpu")), schema, Stopwatch()).encode(items)
             write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start))
 
     return make

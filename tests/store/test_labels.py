@@ -1,8 +1,8 @@
-"""Classes in a store: under the digests, within the bounds of its classes, and stores of captions as they were."""
+"""Classes in a store: covered by digests, within the number of its classes; and stores of captions are unchanged."""
 
 import pytest
 import torch
-from stores import Caption, make_store
+from stores import Caption, make_store, read_rows
 
 from bigdit.errors import UserError
 from bigdit.store import FeatureStore
@@ -23,7 +23,7 @@ SCHEMA = StoreSchema(
 
 
 def written(root, labels, schema=SCHEMA):
-    """A store of one part with these classes; the part's file."""
+    """The only part of a store with these classes."""
     root.mkdir()
     claim(root, schema)
     encoded = EncodedRange({SHAPE: torch.randn(3, *SHAPE)}, {SHAPE: [0, 1, 2]}, {}, {}, [], dict(enumerate(labels)))
@@ -37,7 +37,7 @@ def test_labels_are_read_as_they_were_written(tmp_path):
     assert Part.open(file).labels[SHAPE].tolist() == [1, 0, 1]
     store = FeatureStore.open(tmp_path / "store")
     assert (store.schema.classes, store.classes.count, store.text_shape) == (["a", "b"], 2, None)
-    latents, texts, indices = store.read(SHAPE, [2, 0])
+    latents, texts, indices = read_rows(store, SHAPE, [2, 0])
     assert (latents.shape, texts, indices) == ((2, *SHAPE), [], [2, 0])
     assert not list(Part.open(file).damages())
 

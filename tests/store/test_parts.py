@@ -1,4 +1,4 @@
-"""Parts that malice made are refused in one line; the writer in the background loses nothing and hides nothing."""
+"""Hostile parts are refused in one line. The background writer loses nothing and hides no error."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from bigdit.store.text import Text
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "streams"])
 def whole(request, tmp_path_factory):
-    """The bytes of a sound part, and where it lies."""
+    """The bytes of a sound part, and its path."""
     root = tmp_path_factory.mktemp("sound")
     make_store(root, 8, pooled=True, eight_bits=True, streams=request.param)
     file = part_path(root, 0, 8)
@@ -41,7 +41,7 @@ def joined(header, body):
 
 
 def refused(file, data):
-    """The one line by which a file of these bytes is refused."""
+    """The line that refuses a file with these bytes."""
     file.write_bytes(data)
     with pytest.raises(UserError) as error:
         Part.open(file)
@@ -228,7 +228,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
 
 
 def test_the_bytes_of_a_part_stay_those_of_its_version(tmp_path):
-    """The same extraction makes a store again to the byte; other bytes need a new version of the schema."""
+    """The same extraction makes a store again to the byte. Other bytes need a new version of the schema."""
     states = torch.arange(40).view(5, 8) / 8
     texts = {"a": Text(states, states[0, :3]), "b": Text(states[:2] + 1, states[1, :3])}
     shape, captions = (4, 2, 2), {0: (Caption("a"), Caption("b", 2.0)), 1: (Caption("a"),)}

@@ -1,4 +1,4 @@
-"""Stores in object stores: the same batches by ranges, within the cache's bound, and errors in one line."""
+"""Stores in object storage: the same batches by ranges, a bounded cache, and errors in one line."""
 
 import sys
 from contextlib import closing
@@ -9,7 +9,7 @@ import pytest
 import torch
 from commands import DIGITS
 from obstore.store import LocalStore, MemoryStore, S3Store
-from stores import make_store, read_all, stream_of
+from stores import make_store, read_all, read_rows, stream_of
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run
@@ -71,7 +71,7 @@ def test_what_workers_have_in_hand_is_no_part_of_a_store(local, monkeypatch):
 
 @pytest.mark.timeout(120)
 def test_s3_gives_the_same_batches(local, monkeypatch):
-    """Over HTTP, from moto's server of S3."""
+    """Over HTTP, from moto's S3 server."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -117,7 +117,7 @@ def test_the_cache_is_bounded_and_what_it_let_go_of_is_fetched_again(local, boun
             batches.append(batch)
             most = max(most, sum(file.stat().st_blocks * 512 for file in found.root.glob("part-*")))
     assert_same(batches, read_all(local, 60))
-    in_flight = 2 * 4 * 4 * 4096  # of threads and advice; a block on the disk takes a page at least
+    in_flight = 2 * 4 * 4 * 4096  # for threads and advice; a block on the disk takes a page at least
     assert most <= limit + in_flight
     assert 0 < found._files.held_bytes <= limit + in_flight
     whole = sum(int(size) for size in local.index.parts[:, 2])
@@ -129,7 +129,7 @@ def test_ranges_alone_are_fetched(local, monkeypatch):
     store = upload(local.root, MemoryStore())
     monkeypatch.setattr("obstore.store.from_url", lambda url: store)
     found = FeatureStore.open(Path("s3://bucket/features"))
-    found.read((4, 6, 6), [0])
+    read_rows(found, (4, 6, 6), [0])
     part = found.part(0)
     wanted = part.latents_span((4, 6, 6), 0)[1] + part.states_span(int(part.rows[4, 6, 6][0, 1]))[1]
     assert wanted <= found._files.held_bytes <= wanted + 8 * 64
@@ -141,7 +141,7 @@ def test_the_mirror_is_gone_with_the_store(local, monkeypatch):
     store = upload(local.root, MemoryStore())
     monkeypatch.setattr("obstore.store.from_url", lambda url: store)
     found = FeatureStore.open(Path("s3://bucket/features"))
-    found.read((4, 6, 6), [0])
+    read_rows(found, (4, 6, 6), [0])
     root = found.root
     assert root.is_dir()
     del found

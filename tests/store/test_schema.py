@@ -1,4 +1,4 @@
-"""The schema of a store: what it is made by, which stores it refuses, and that damage to it is found."""
+"""A store's schema: what it records, which stores it refuses, and how damage to it is found."""
 
 import json
 
@@ -65,7 +65,7 @@ def test_a_schema_that_is_none_is_one_line(root, text):
 def test_a_flipped_bit_of_a_schema_is_found_and_it_is_made_again(root, schema):
     file = root / "schema.json"
     whole = file.read_bytes()
-    for bit in range(0, 8 * len(whole), 37):  # each place of a byte in turn
+    for bit in range(0, 8 * len(whole), 37):  # each byte in turn
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         file.write_bytes(damaged)
@@ -78,7 +78,7 @@ def test_a_flipped_bit_of_a_schema_is_found_and_it_is_made_again(root, schema):
 
 
 def with_checksum(plain):
-    """A schema's text under the checksum that is right for it."""
+    """A schema's text with its correct checksum."""
     return json.dumps(plain | {"checksum": lines_digest([json.dumps(plain, sort_keys=True).encode()])})
 
 
@@ -103,7 +103,7 @@ def test_values_of_wrong_types_under_a_right_checksum_are_one_line_or_read(root,
 
 
 def places_of(value, before=()):
-    """The keys that lead to each value within a document."""
+    """The keys that lead to each value of a document."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in pairs:
         yield (*before, key)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from stores import damages
+from stores import damages, read_rows
 
 from bigdit.config.data import SourceConfig, VaeCodec
 from bigdit.encoders.load import Encoders, load_image_codec
@@ -23,7 +23,7 @@ from bigdit.store import FeatureStore
 from bigdit.store.header import read_header
 from bigdit.store.part import part_path, write_part
 from bigdit.store.reader import Part
-from bigdit.store.report import store_report
+from bigdit.store.report import Stopwatch, store_report
 from bigdit.store.schema import claim, part_identity, store_identity
 from bigdit.store.store import write_index, write_null_text
 
@@ -38,12 +38,12 @@ def flip_bit(file, offset):
 
 def test_every_sample_is_read_as_it_was_encoded(root, images, codec, text_encoder):
     store = FeatureStore.open(root)
-    assert {bucket: len(rows) for bucket, rows in store.buckets.items()} == {(4, 4, 4): 6, (4, 4, 6): 4}
+    assert store.buckets == {(4, 4, 4): 6, (4, 4, 6): 4}
     seen = []
-    for bucket, rows in store.buckets.items():
-        positions = list(range(len(rows)))[::-1]  # in any order, across parts
-        latents, texts, indices = store.read(bucket, positions)
-        assert (latents.dtype, latents.shape) == (torch.float32, (len(rows), *bucket))
+    for bucket, count in store.buckets.items():
+        positions = list(range(count))[::-1]  # in any order, across parts
+        latents, texts, indices = read_rows(store, bucket, positions)
+        assert (latents.dtype, latents.shape) == (torch.float32, (count, *bucket))
         for sample, text, index in zip(latents, texts, indices, strict=True):
             pixels = to_bytes(codec.decode(sample[None]))[0, 0].numpy()
             assert np.array_equal(pixels, np.asarray(Image.open(images / f"{index:02d}.png")))
@@ -64,22 +64,15 @@ def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, images, schema, text_enco
     one_part = schema.model_copy(update={"codec": codec.identity, "sources": [{"count": 4}]})
     claim(root, one_part)
     write_null_text(root, text_encoder.null, store_identity(one_part))
-    encoded = UnitEncoder(Encoders(codec, text_encoder, torch.device("cpu")), schema.buckets).encode(items)
+    encoded = UnitEncoder(Encoders(codec, text_encoder, torch.device("cpu")), schema, Stopwatch()).encode(items)
     write_part(part_path(root, 0, 4), encoded, identity=part_identity(one_part, 0))
     store = FeatureStore.open(root)
-    latents, _, indices = store.read((4, 8, 12), [1])
+    latents, _, indices = read_rows(store, (4, 8, 12), [1])
     pixels = torch.from_numpy(np.asarray(Image.open(items[3].path).convert("RGB")).copy()).permute(2, 0, 1)
     assert indices == [3]
     assert load_file(part_path(root, 0, 4))["latent/4x8x12"].dtype == torch.bfloat16
     # bfloat16 keeps 8 bits of significance; the batch of two that encoded it sums in another order.
     assert torch.allclose(latents[0].float(), codec.encode(to_unit_range(pixels[None]))[0], rtol=2**-7, atol=1e-4)
-
-
-def test_rows_are_found_by_part_and_number(root):
-    rows = FeatureStore.open(root).buckets[(4, 4, 4)]
-    assert list(rows) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-    with pytest.raises(IndexError):
-        rows[-1]
 
 
 def test_a_part_is_plain_safetensors_with_each_caption_once(root):
@@ -105,14 +98,14 @@ def test_parts_are_as_readable_as_other_files(root):
 
 
 def test_opening_reads_headers_alone(root):
-    for file in root.glob("part-*"):  # data that would not survive a look
+    for file in root.glob("part-*"):  # data that a check would refuse
         columns = read_header(file).columns.values()
         start, size = min(column.offset for column in columns), file.stat().st_size
         file.write_bytes(file.read_bytes()[:start] + b"\xff" * (size - start))
     store = FeatureStore.open(root)
-    assert sum(len(rows) for rows in store.buckets.values()) == len(CAPTIONED)
+    assert sum(store.buckets.values()) == len(CAPTIONED)
     with pytest.raises(UserError, match="is damaged in its header or tables"):
-        store.read((4, 4, 4), [0])
+        read_rows(store, (4, 4, 4), [0])
 
 
 @pytest.mark.parametrize("column", ["latent/4x4x4", "row/4x4x4", "text", "caption"])
@@ -123,23 +116,23 @@ def test_a_flipped_bit_is_found_when_its_row_is_read(root, column):
         flip_bit(file, found.offset + byte)
         store = FeatureStore.open(root)
         with pytest.raises(UserError, match=r"part-0+-0+4\.safetensors is damaged in .*: (its|the) digest differs"):
-            [store.read(bucket, range(len(store.buckets[bucket]))) for bucket in store.buckets]
+            [read_rows(store, bucket, range(store.buckets[bucket])) for bucket in store.buckets]
         flip_bit(file, found.offset + byte)
-    FeatureStore.open(root).read((4, 4, 4), [0, 1])
+    read_rows(FeatureStore.open(root), (4, 4, 4), [0, 1])
 
 
 def test_a_part_in_the_place_of_another_and_an_index_of_others_are_refused_by_name(root, schema):
     first, second = (part_path(root, start, end) for start, end in ((0, 4), (4, 8)))
-    indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes
+    indexed = FeatureStore.open(root)  # writes the index, which has the parts' names and bytes
     whole = first.read_bytes()
     first.write_bytes(second.read_bytes())
     expected = rf"{first} is another part: it holds the images 4-8, not 0-4; delete it, then `bigdit extract"
     with pytest.raises(UserError, match=expected):
         Part.open(first)
     with pytest.raises(UserError, match=expected):
-        indexed.read((4, 4, 4), [0])
+        read_rows(indexed, (4, 4, 4), [0])
     with pytest.raises(UserError, match=expected):
-        FeatureStore.open(root).read((4, 4, 4), [0])
+        read_rows(FeatureStore.open(root), (4, 4, 4), [0])
     with pytest.raises(UserError, match=expected):
         store_report(root, schema)
     (found,) = verify(root).damaged
@@ -152,7 +145,7 @@ def test_a_part_in_the_place_of_another_and_an_index_of_others_are_refused_by_na
     assert found.file == "index.safetensors"
     assert "has other rows than" in found.problem
     with pytest.raises(UserError, match=r"has other rows than .*index\.safetensors says; delete that index"):
-        FeatureStore.open(root).read((4, 4, 4), [0])
+        read_rows(FeatureStore.open(root), (4, 4, 4), [0])
 
 
 def test_a_bit_flipped_anywhere_in_a_part_is_found_by_verifying(root):
@@ -186,11 +179,11 @@ def test_a_truncated_part_is_named_with_its_bytes(root):
 
 def test_a_part_truncated_after_opening_is_an_error_not_a_hang(root):
     store = FeatureStore.open(root)
-    store.read((4, 4, 4), [0, 1])
+    read_rows(store, (4, 4, 4), [0, 1])
     file = part_path(root, 0, 4)
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(UserError, match=r"ends at byte \d+, before its data does"):
-        store.read((4, 4, 4), [0, 1])
+        read_rows(store, (4, 4, 4), [0, 1])
 
 
 def test_missing_parts_are_counted_with_the_command_that_makes_them(root, tmp_path):
@@ -202,7 +195,7 @@ def test_missing_parts_are_counted_with_the_command_that_makes_them(root, tmp_pa
 
 
 def with_metadata(file, **values):
-    """Write the header of a safetensors file again, with other metadata."""
+    """Write a safetensors header again with other metadata."""
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -223,26 +216,26 @@ def test_a_damaged_list_of_what_was_skipped_is_one_line(root, schema, listed):
 
 @pytest.mark.parametrize("data", [b"\xff\xfe", b"\0" * 64, b"[" * 100_000, b"{}", b""], ids=len)
 def test_an_index_that_is_none_is_made_again(root, data):
-    FeatureStore.open(root).read((4, 4, 4), [0])
+    read_rows(FeatureStore.open(root), (4, 4, 4), [0])
     index = root / "index.safetensors"
     whole = index.read_bytes()
     for damaged in (data, len(data).to_bytes(8, "little") + data):
         index.write_bytes(damaged)
-        FeatureStore.open(root).read((4, 4, 4), [0])
+        read_rows(FeatureStore.open(root), (4, 4, 4), [0])
         assert index.read_bytes() == whole
     with_metadata(index, shapes="9" * 9999)
-    FeatureStore.open(root).read((4, 4, 4), [0])
+    read_rows(FeatureStore.open(root), (4, 4, 4), [0])
     assert index.read_bytes() == whole
 
 
 def test_a_part_of_other_images_is_refused_by_name(root, schema, images, fill, tmp_path):
-    """The same encoders, buckets and range."""
+    """With the same encoders, buckets and range."""
     (images / "12.png").write_bytes((images / "00.png").read_bytes())
     (images / "12.txt").write_text("one more")
     sources = [ImageFolder(SourceConfig(path=images)).identity]
     fill(tmp_path / "other", schema.model_copy(update={"sources": sources}))
     file = part_path(root, 4, 8)
-    indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes
+    indexed = FeatureStore.open(root)  # writes the index, which has the parts' names and bytes
     file.write_bytes(part_path(tmp_path / "other", 4, 8).read_bytes())
     expected = (
         f"data.features: {file} belongs to another store: its images, encoders or buckets differ; delete it, then "

@@ -1,10 +1,11 @@
-"""Several texts of a caption in a store: what is read back, every bit under a digest, and parts that are of another."""
+"""Several texts of a caption in a store: what is read back, that a digest covers every bit, and parts that do not
+belong."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from stores import DIM, NULL, PART, STREAMS, Caption, damages, make_store, null_of_streams
+from stores import DIM, NULL, PART, STREAMS, Caption, damages, make_store, null_of_streams, read_rows
 
 from bigdit.errors import UserError
 from bigdit.extract.verify import verify
@@ -51,7 +52,7 @@ def test_a_text_is_read_with_its_streams(tmp_path):
                 same(part.text(first + caption), expected)
             assert part.choose_caption(shape, row, 0.0) == first
     store = FeatureStore.open(tmp_path / "store")
-    _, texts, indices = store.read((4, 6, 6), [0])
+    _, texts, indices = read_rows(store, (4, 6, 6), [0])
     same(texts[0], truth[indices[0]][1][0])
     same(store.null_text, null_of_streams(Text(NULL.states)))
     moved = texts[0].to("cpu", torch.float32)
@@ -68,7 +69,7 @@ def test_a_flipped_bit_of_a_stream_is_found(root):
             changed[at] ^= 1
             path.write_bytes(changed)
             assert damages(path), (name, at)
-    assert [each.file for each in verify(root).damaged] == [path.name]  # the last of them
+    assert [each.file for each in verify(root).damaged] == [path.name]  # their last one
     path.write_bytes(data)
     assert verify(root).damaged == []
 

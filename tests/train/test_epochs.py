@@ -123,6 +123,7 @@ def test_stages_by_epochs_go_on_to_the_bit(staged, tmp_path):
     assert [row[:2] for row in rows] == [(step, int(step > STEPS)) for step in range(1, 12)]
     assert again == rows
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
-    assert "has its 11 steps already; raise stages.1.train.epochs to go on" in " ".join(staged(stopped).stderr.split())
+    printed = " ".join(staged(stopped).stderr.split())
+    assert "has its 11 steps already; raise stages.1.train.epochs to continue" in printed
     moved = " ".join(staged(stopped, "stages.0.train.epochs=0.6").stderr.split())
     assert "that began at step 8, and that stage begins at 9 now" in moved

@@ -71,7 +71,7 @@ def test_diffusers_loads_the_export(trained):
 def test_a_finished_run_has_nothing_to_do(features, trained):
     done = train(features, trained)
     assert done.returncode == 0
-    assert "has its 8 steps already; raise train.steps to go on" in done.stderr
+    assert "has its 8 steps already; raise train.steps to continue" in done.stderr
     assert "wrote" not in done.stderr.replace(f"wrote {trained}/report.html", "")
 
 
@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_refused(features, trained, tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         f"note: {shard.parent.parent} was trained with train.steps 8, and resumes with 9",
-        f"error: {shard} is damaged: its checksum is not the one in state.json; "
+        f"error: {shard} is damaged: its checksum differs from that in state.json; "
         "there is no other; choose another output to start again",
     ]
 
@@ -210,7 +210,7 @@ def test_dry_run_prints_what_would_run(features, trained):
         assert done.returncode == 0
         resolved = json.loads(done.stdout)
         assert resolved["strategy"]["world_size"] == 2
-        assert resolved["run"]["train"]["steps"] == steps
+        assert resolved["train"]["steps"] == steps
         assert done.stderr.endswith(known.format(steps, left))
 
 
@@ -242,6 +242,6 @@ def test_arguments_of_a_model_that_do_not_go_together_are_a_line_before_a_step(f
     assert done.returncode == 1
     assert printed == (
         "error: model.kwargs: a step ends with a and b must have same reduction dim, but got [300, 132] X [32, 32]; "
-        "the model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit"
+        "the model's arguments, such as widths, may not fit each other; if they do, this is a bug in bigdit"
     )
     assert "Traceback" not in done.stderr

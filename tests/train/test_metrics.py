@@ -70,7 +70,7 @@ def test_rows_that_are_lost_are_reported(tmp_path, capfd, damage):
     rows(path, 1, 3)
     path.write_text(path.read_text() + damage, errors="surrogateescape")
     assert resumed(tmp_path, 4) == [1, 3]
-    assert f"note: {path} has no row that can be read of 2 of the 4 steps before this one" in capfd.readouterr().err
+    assert f"note: {path} lacks readable rows of 2 of the 4 steps before this one" in capfd.readouterr().err
 
 
 def test_rows_that_were_changed_are_reported(tmp_path, capfd):
@@ -83,7 +83,7 @@ def test_rows_that_were_changed_are_reported(tmp_path, capfd):
     assert "note" not in capfd.readouterr().err
     path.write_text(path.read_text().replace("1.5", "1.7"))
     metrics(tmp_path, 1, written=before.digest)
-    printed = f"note: {path} was changed: its rows up to step 1 are not those that were written"
+    printed = f"note: {path} was changed: its rows up to step 1 differ from the checkpoint's"
     assert printed in capfd.readouterr().err
 
 

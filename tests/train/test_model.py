@@ -40,8 +40,19 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
     found = json.loads(printed)
     assert found["strategy"]["micro_batch_size"] == 16
     config = tmp_path / "run.yaml"
-    config.write_text(json.dumps(found["run"]))
+    config.write_text(printed)
     assert json.loads(dry_run(capsys, config=config)[1]) == found  # it is a run's YAML itself
+
+
+@pytest.mark.parametrize("images", ["/nowhere", ["/nowhere"], {"path": "/nowhere"}, [{"path": "/nowhere"}]])
+def test_a_source_is_set_by_the_key_that_errors_name(capsys, tmp_path, images):
+    config = tmp_path / "run.yaml"
+    document = yaml.safe_load(DIGITS.read_text())
+    document["data"] |= {"images": images, "features": "/none"}
+    config.write_text(json.dumps(document))
+    status, printed, _ = dry_run(capsys, "data.images[0].path=/elsewhere", "data.images[0].flip=true", config=config)
+    (source,) = json.loads(printed)["data"]["images"]
+    assert (status, source["path"], source["flip"]) == (0, "/elsewhere", True)
 
 
 def test_encoders_that_are_missing_are_named(capsys):
@@ -94,7 +105,7 @@ SWAPPING = (
         (
             ["model.kwargs.attention_head_dim=33"],  # accepted: no sample goes through the model
             "model.kwargs: a step ends with a and b must have same reduction dim, but got [300, 132] X [128, 128]; the "
-            "model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit",
+            "model's arguments, such as widths, may not fit each other; if they do, this is a bug in bigdit",
         ),
         (["model.kwargs.patch_size=0"], "model.kwargs.patch_size is 0, and 1 or more was expected"),
         (["model.kwargs.num_attention_heads=0"], "model.kwargs.num_attention_heads is 0, and 1 or more was expected"),
@@ -242,7 +253,7 @@ def test_a_checkpoint_that_the_run_cannot_go_on_from_is_refused(capsys, features
     found = trained / "checkpoints/step-00000008"
     for nothing_goes_on in ((), ("data.caption_dropout=0.3", "train.steps=7", "train.warmup_steps=0")):
         status, _, message = dry_run(capsys, *chosen, *nothing_goes_on)
-        assert (status, message) == (0, f"{found} has its 8 steps already; raise train.steps to go on\n")
+        assert (status, message) == (0, f"{found} has its 8 steps already; raise train.steps to continue\n")
     status, _, message = dry_run(capsys, *chosen, "train.steps=9", "data.caption_dropout=0.3")
     assert (status, message) == (
         0,

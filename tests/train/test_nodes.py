@@ -17,12 +17,12 @@ import plans
 import pytest
 from commands import BIN, ROOT
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
+from training import launched
 
 from bigdit.config.load import parse_strategy
 from bigdit.report.how_to_run import PORT, Command, commands
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import Strategy
-from bigdit.train import main
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.processes.launch import free_port
 
@@ -109,7 +109,7 @@ def reference(features: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     """The losses of one process."""
     strategy = Strategy(precision="fp32", micro_batch_size=GLOBAL_BATCH, gradient_clipping=1.0)
     folder = planned(strategy, features, tmp_path_factory.mktemp("one") / "plan")
-    assert main.main(["--config", str(folder / "run.yaml")]) == 0
+    assert launched(folder / "run.yaml", []) == 0
     found = losses(folder / "run")
     assert len(found) == STEPS
     return found

@@ -231,7 +231,7 @@ def test_more_processes_than_gpus_are_a_line(features, tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "error: 2 processes of the run are on this machine, a GPU each, and torch sees 1 there: start 1 "
-        "(strategy.world_size, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)\n"
+        "(strategy.world_size, or the launcher's own number), or make more visible (CUDA_VISIBLE_DEVICES)\n"
     )
 
 
@@ -250,8 +250,9 @@ def test_a_gpu_measures_what_was_predicted_to_the_byte(features, expandable):
 
 TRAINED = """
 import json, os, sys
+from bigdit.errors import guard
 from bigdit.train.main import main
-sys.exit(main(json.loads(os.environ["ARGUMENTS"])))
+sys.exit(guard(lambda: main(json.loads(os.environ["ARGUMENTS"]))))
 """
 
 

@@ -262,7 +262,7 @@ def test_a_file_of_other_settings_or_a_damaged_one_is_a_note_and_left_out(tmp_pa
     assert "since a step ran out of memory before" in capsys.readouterr().err
     other = STRATEGY.model_copy(update={"world_size": 2, "engine": "fsdp2"})
     assert read_oom_fallback(tmp_path, other).now == other
-    assert "is of other settings than this run's, and is not used" in capsys.readouterr().err
+    assert "is for other settings than this run's, and is not used" in capsys.readouterr().err
     (tmp_path / FILE).write_text((tmp_path / FILE).read_text().replace('"now"', '"how"'))
     assert read_oom_fallback(tmp_path, STRATEGY).now == STRATEGY
     assert "is not used (it is damaged)" in capsys.readouterr().err

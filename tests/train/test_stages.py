@@ -13,6 +13,7 @@ from running import until
 from safetensors.torch import load_file
 
 from bigdit import cli
+from bigdit.errors import guard
 from bigdit.train import main
 from bigdit.train.monitor.metrics import read_metrics
 
@@ -115,7 +116,7 @@ def test_one_command_goes_through_all_stages(alone):
     assert [row[2] for row in rows[:3]] == [1e-3, 2e-3, 2e-3]  # it warms up in the first
     assert rows[BORDER][2] == 1e-3  # the rate begins again in the second
     assert rows[BORDER + 1][2] < 1e-3
-    assert "stages.0 is done; the processes start again for stages.1" in printed
+    assert "stages.0 is done; the processes restart for stages.1" in printed
     assert (
         f"resuming from {alone}/checkpoints/step-{BORDER:08d}, step {BORDER} stages.1: steps {BORDER + 1} to 16 of 16"
         in printed
@@ -146,7 +147,7 @@ def test_several_processes_start_again_together(staged, tmp_path):
     """Killed at the border. They have no launcher: the store in the first process, where they meet, starts again,
     too."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert through(staged, straight, "fsdp2").count("start again for stages.1") == 1
+    assert through(staged, straight, "fsdp2").count("restart for stages.1") == 1
     assert BORDER <= killed(staged, stopped, "fsdp2", BORDER) < END
     through(staged, stopped, "fsdp2")
     same(course(stopped), course(straight))
@@ -157,7 +158,7 @@ def test_zero3_goes_over_a_border_between_kills(staged, tmp_path):
     """Its weights are sharded over both processes, which DeepSpeed's launcher starts. It is killed within either
     stage."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert through(staged, straight, "zero3").count("start again for stages.1") == 1
+    assert through(staged, straight, "zero3").count("restart for stages.1") == 1
     assert killed(staged, stopped, "zero3", BORDER // 2) < BORDER
     assert BORDER < killed(staged, stopped, "zero3", BORDER + 2) < END
     through(staged, stopped, "zero3")
@@ -174,7 +175,7 @@ def test_a_signal_between_two_stages_ends_the_run(staged, tmp_path):
 
 
 def refused(capsys, staged, output, *overrides):
-    assert main.main(["--config", str(staged), *settings(output, "single"), *with_set(overrides)]) == 1
+    assert guard(lambda: main.main(["--config", str(staged), *settings(output, "single"), *with_set(overrides)])) == 1
     return capsys.readouterr().err
 
 
@@ -219,8 +220,8 @@ def test_a_dry_run_prints_each(staged):
     assert done.returncode == 0, done.stderr
     low, high = json.loads(done.stdout)["stages"]
     assert (low["strategy"]["grad_accum_steps"], high["strategy"]["grad_accum_steps"]) == (2, 4)
-    assert high["run"]["data"]["buckets"] == [[16, 16]]
-    assert high["run"]["stages"] == []
+    assert high["data"]["buckets"] == [[16, 16]]
+    assert high["stages"] == []
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ok: stages.0: ")
     assert "; stages.1: " in last

@@ -5,13 +5,13 @@ import os
 import time
 
 import pytest
-from commands import DIGITS, SINGLE, TINY, with_set
+from commands import DIGITS, SINGLE, TINY
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
-from training import run_to
+from training import launched, run_to
 
-from bigdit.train import main, prepare
+from bigdit.train import prepare
 from bigdit.train.monitor import trackers
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.monitor.trackers import Trackers
@@ -117,7 +117,7 @@ def test_other_processes_and_runs_without_trackers_start_nothing(tmp_path, monke
 def test_a_package_that_is_missing_is_named_before_anything_begins(monkeypatch, capfd):
     monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
     overrides = [*TINY, *SINGLE, "trackers=[tensorboard,mlflow]", "output=/nowhere"]
-    assert main.main(["--config", str(DIGITS), *with_set(overrides)]) == 1
+    assert launched(DIGITS, overrides) == 1
     assert capfd.readouterr().err.splitlines() == [
         "error: trackers has tensorboard, and its package is missing; pip install 'bigdit[trackers]'",
         "error: trackers has mlflow, and its package is missing; pip install mlflow",

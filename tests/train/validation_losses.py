@@ -20,7 +20,7 @@ from bigdit import checkpoint, engines, models
 from bigdit.config.run import ValidationConfig
 from bigdit.dist import World, world_from_env
 from bigdit.engines.deepspeed import forget
-from bigdit.engines.state import places
+from bigdit.engines.state import state_slices
 from bigdit.loader.order import Order, ValidationSplit
 from bigdit.loader.stream import FeatureStream
 from bigdit.objective_spec import FlowMatchingSpec
@@ -45,17 +45,19 @@ def validated(store: FeatureStore, world: World, *, every: int = 1, **printed: o
     )
     ema, peers = engines.ema_of(engine), checkpoint.Peers(world)
     held = ValidationSplit(store.index, len(store.index.parts), HELD)
-    order = Order(store.index.counts, store.index.shapes, SAMPLES, 0, held=held)
+    order = Order(store.index.counts, store.index.shapes, SAMPLES, 0, validation=held)
     stream = FeatureStream(store, world, order, micro_batch_size=micro, grad_accum_steps=1, seed=0, caption_dropout=0.1)
     config = ValidationConfig(samples=HELD, every=every, times=(0.2, 0.8))
     validation = Validation(config, store, held, peers, engine, ema, family, FlowMatchingSpec(), 99)
     rows = []
     for step in range(STEPS):
         result = train_step(engine, family, FlowMatchingSpec(), stream.micro_batches(step), lr=1e-2, ema=ema)
-        before = {name: place.tensor.clone() for name, place in places(engine, ema, world.rank).items()}
+        before = {name: place.tensor.clone() for name, place in state_slices(engine, ema, world.rank).items()}
         drawn = torch.get_rng_state()
         found = validation.measure() if validation.due(step + 1) else {}
-        kept = all(torch.equal(before[name], place.tensor) for name, place in places(engine, ema, world.rank).items())
+        kept = all(
+            torch.equal(before[name], place.tensor) for name, place in state_slices(engine, ema, world.rank).items()
+        )
         kept &= torch.equal(drawn, torch.get_rng_state())
         each = peers.gather((float(result.loss), kept))
         rows.append({"loss": sum(loss for loss, _ in each) / len(each), "kept": all(kept for _, kept in each)} | found)

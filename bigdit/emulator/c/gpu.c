@@ -30,7 +30,7 @@ static char *first, *next[GPUS_MOST];
 static size_t held[GPUS_MOST]; /* allocated ranges of addresses of each GPU */
 static char *lowest(int device) { return (char *)(((uintptr_t)first + device * EACH + GPU_PAGE - 1) & ~(GPU_PAGE - 1)); }
 static int has_context[GPUS_MOST], has_nccl[GPUS_MOST];
-static size_t limit; /* the most bytes of a process beside context and NCCL's buffers; 0: no limit */
+static size_t limit; /* the most bytes of a process without context and NCCL's buffers; 0: no limit */
 static int final, full_once; /* whether everything is refused after one refusal, and whether one was */
 static struct gpu_counts counts;
 static const char *refused[64];
@@ -67,11 +67,8 @@ static void share(const char *settings) {
 /* CUDA_VISIBLE_DEVICES as CUDA reads it: numbers or UUIDs, up to the first invalid one. */
 static int named(const char *text) {
     for (int i = 0; i < installed; i++) {
-        unsigned char id[16];
         char known[64];
-        gpu_uuid(i, id);
-        snprintf(known, sizeof known, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", id[0], id[1],
-                 id[2], id[3], id[4], id[5], id[6], id[7], id[8], id[9], id[10], id[11], id[12], id[13], id[14], id[15]);
+        gpu_uuid_text(i, known, sizeof known);
         if (!strcmp(known, text)) return i;
     }
     char *end;
@@ -139,6 +136,7 @@ void gpu_uuid(int which, unsigned char *bytes) {
     memset(bytes, 0xb1, 16);
     bytes[15] = (unsigned char)which;
 }
+void gpu_uuid_text(int which, char *text, size_t n) { snprintf(text, n, "GPU-b1b1b1b1-b1b1-b1b1-b1b1-b1b1b1b1b1%02x", which); }
 
 /* -- bytes -- */
 
@@ -178,8 +176,8 @@ static size_t used(int which) {
 }
 
 static size_t room(int device) {
-    size_t beside = (has_context[device] ? context_bytes : 0) + (has_nccl[device] ? nccl_bytes : 0);
-    size_t all = limit ? limit + beside : the_gpu.usable_bytes;
+    size_t unlimited = (has_context[device] ? context_bytes : 0) + (has_nccl[device] ? nccl_bytes : 0);
+    size_t all = limit ? limit + unlimited : the_gpu.usable_bytes;
     size_t taken = limit ? mine->taken[visible[device]] : used(visible[device]);
     return taken < all ? all - taken : 0;
 }

@@ -38,13 +38,14 @@ int gpu_count(void);                          /* GPUs in CUDA_VISIBLE_DEVICES */
 int gpu_installed(void);                      /* GPUs in the machine */
 int gpu_index(int device);                    /* which of those a visible one is */
 void gpu_uuid(int installed, unsigned char *sixteen_bytes);
+void gpu_uuid_text(int installed, char *text, size_t n); /* as CUDA_VISIBLE_DEVICES has it */
 
 int gpu_current(void);
 int gpu_use(int device);              /* 0, or 1 if there is no such GPU */
 int gpu_context(int device);          /* allocate its context once; 1 if the GPU is full */
 int gpu_nccl(int device);             /* the same for NCCL's buffers */
 int gpu_take(int device, size_t n);   /* 0, or 1 if the GPU is full */
-void gpu_limit(size_t n, int final);  /* limit this process to `n` beside context and NCCL's buffers;
+void gpu_limit(size_t n, int final);  /* limit this process to `n` without context and NCCL's buffers;
                                          `final`: after one refusal, refuse everything */
 void gpu_give(int device, size_t n);
 void gpu_info(int device, size_t *free_bytes, size_t *usable_bytes);

@@ -27,21 +27,15 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) {
     if (sscanf(id, "%x:%x", &domain, &bus) != 2 || !bus || (int)bus > gpu_installed()) return NOT_FOUND;
     return *device = (void *)(intptr_t)bus, OK;
 }
-static void uuid_of(int index, char *text, unsigned size) {
-    unsigned char id[16];
-    gpu_uuid(index, id);
-    snprintf(text, size, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", id[0], id[1], id[2], id[3], id[4],
-             id[5], id[6], id[7], id[8], id[9], id[10], id[11], id[12], id[13], id[14], id[15]);
-}
 int nvmlDeviceGetHandleByUUID(const char *id, void **device) {
     for (int i = 0; i < gpu_installed(); i++) {
         char text[64];
-        uuid_of(i, text, sizeof text);
+        gpu_uuid_text(i, text, sizeof text);
         if (!strcmp(text, id)) return *device = (void *)(intptr_t)(i + 1), OK;
     }
     return NOT_FOUND;
 }
-int nvmlDeviceGetUUID(void *device, char *text, unsigned size) { return uuid_of(index_of(device), text, size), OK; }
+int nvmlDeviceGetUUID(void *device, char *text, unsigned size) { return gpu_uuid_text(index_of(device), text, size), OK; }
 int nvmlDeviceGetIndex(void *device, unsigned *index) { return *index = (unsigned)index_of(device), OK; }
 int nvmlDeviceGetName(void *device, char *name, unsigned size) { return (void)device, snprintf(name, size, "%s", gpu()->name), OK; }
 int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) {

@@ -24,7 +24,7 @@ def start() -> None:
 
         observers = (account, history, libraries, notices, steps)
         ending.install(account.write, [observer.forget for observer in observers])
-        parent.say_where()
+        parent.write_stack_on_signal()
 
 
 def _before_torch(spec: ModuleSpec) -> None:

@@ -212,7 +212,7 @@ def _world_size(torch: Any) -> int:
 
 
 def _place(name: str, of_slurm: str) -> int | None:
-    """What a launcher says, or else SLURM, if it is the emulated command that started this process."""
+    """A number from the launcher's variable; else from SLURM's, if the emulated command started SLURM's tasks."""
     found = _number(name)
     return _number(of_slurm) if found is None and "BIGDIT_EMULATED_NODES" in os.environ else found
 

@@ -9,12 +9,12 @@ import errno
 import subprocess
 import traceback
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any
 
 from . import imports, notices, values
+from .imports import replacing
 
-_SAID = "an autotuner took its first candidate: nothing runs here that it could time"
+_UNTIMED = "an autotuner took its first candidate: nothing runs here that it could time"
 
 
 def install(torch: Any) -> None:
@@ -23,7 +23,7 @@ def install(torch: Any) -> None:
     imports.after("torch._inductor.runtime.triton_heuristics", _tune_kernels)
     imports.after("torch._inductor.select_algorithm", _tune_algorithms)
     imports.after("torch._inductor.runtime.benchmarking", _benchmark)
-    imports.after("torch._inductor.compile_fx", _say)
+    imports.after("torch._inductor.compile_fx", _note_max_autotune)
     imports.after("torch._dynamo.trace_rules", _keep_out)
 
 
@@ -38,12 +38,11 @@ _COMPUTING = ("values", "host", "sparse", "notices")
 
 def _tune_triton(module: Any) -> None:
     """Candidates that need too much shared memory fail to load, as on a real GPU."""
-    autotuner, original = module.Autotuner, module.Autotuner._bench
     never = [float("inf")] * 3
     tuned: Any = None
 
-    @wraps(original)
-    def bench(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @replacing(module.Autotuner, "_bench")
+    def bench(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal tuned
         if tuned is self.nargs:  # made by each run
             return never
@@ -51,10 +50,8 @@ def _tune_triton(module: Any) -> None:
         found = original(self, *args, **kwargs)
         if found != never:
             tuned = self.nargs
-            notices.add(_SAID)
+            notices.add(_UNTIMED)
         return found
-
-    autotuner._bench = bench
 
 
 def _once(run: Callable[[], Any], **_: Any) -> list[float]:
@@ -66,36 +63,30 @@ def _tune_kernels(module: Any) -> None:
     def first(self: Any, *_: Any, **__: Any) -> dict[Any, float]:
         return {launcher: float(i) for i, launcher in enumerate(self.launchers)}
 
-    original = module.CachingAutotuner.run
-
-    @wraps(original)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @replacing(module.CachingAutotuner, "run")
+    def run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         named = zip(self.fn.arg_names, args, strict=False)
         values.unknown([each for name, each in named if name.startswith(("out_ptr", "in_out_ptr"))])
         return result
 
-    module.CachingAutotuner.run = run
     module.CachingAutotuner.benchmark_all_configs = first
     module.CachingAutotuner.coordinate_descent_tuning = lambda self, launcher, *args, **kwargs: launcher
 
 
 def _tune_algorithms(module: Any) -> None:
     """An operator's own kernel comes before Triton's, as in Inductor's deterministic mode."""
-    cache, original = module.AlgorithmSelectorCache, module.AlgorithmSelectorCache.__call__
 
-    @wraps(original)
-    def choose(self: Any, name: str, choices: Any, *args: Any, **kwargs: Any) -> Any:
+    @replacing(module.AlgorithmSelectorCache, "__call__")
+    def choose(original: Any, self: Any, name: str, choices: Any, *args: Any, **kwargs: Any) -> Any:
         if len(choices) > 1:
             own = [choice for choice in choices if isinstance(choice, module.ExternKernelCaller)]
             choices = (own or choices)[:1]
         return original(self, name, choices, *args, **kwargs)
 
-    cache.__call__ = choose
-
 
 def _benchmark(module: Any) -> None:
-    """What else Inductor times, such as fusions, is run once."""
+    """All else that Inductor times, such as fusions, runs once."""
 
     def once(self: Any, run: Callable[[], Any], *_: Any, **__: Any) -> float:
         run()
@@ -106,18 +97,15 @@ def _benchmark(module: Any) -> None:
             getattr(module, benchmarker).benchmark_gpu = once
 
 
-def _say(module: Any) -> None:
-    """Say that max-autotune did not tune, also where the cache has its graphs."""
-    original = module.compile_fx
+def _note_max_autotune(module: Any) -> None:
+    """Add a notice that max-autotune did not tune, also if the graphs come from the cache."""
 
-    @wraps(original)
-    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+    @replacing(module, "compile_fx")
+    def compile_fx(original: Any, *args: Any, **kwargs: Any) -> Any:
         patches = kwargs.get("config_patches") or {}
         if patches.get("max_autotune", module.config.max_autotune):
-            notices.add(_SAID)
+            notices.add(_UNTIMED)
         return original(*args, **kwargs)
-
-    module.compile_fx = compile_fx
 
 
 _COMPILERS = ("torch._inductor", "torch._dynamo", "triton")

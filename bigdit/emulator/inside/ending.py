@@ -40,7 +40,7 @@ def install(account: Callable[[str, float], None], forget: Sequence[Callable[[],
     atexit.register(lambda: write("exit"))
     os.register_at_fork(after_in_child=_in_child)
     os._exit = leave  # type: ignore[assignment]
-    os.execv, os.execve = _becoming(os.execv), _becoming(os.execve)  # os's other exec functions call these
+    os.execv, os.execve = _wrap_exec(os.execv), _wrap_exec(os.execve)  # os's other exec functions call these
 
 
 def begin() -> None:
@@ -84,7 +84,7 @@ def leave(status: int) -> Any:
     _exit(status)
 
 
-def _becoming(become: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_exec(become: Callable[..., Any]) -> Callable[..., Any]:
     """exec, after the account. If exec fails, this program writes its account again later."""
 
     def after_the_account(*args: Any) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import imports
+from .imports import replacing
 from .libraries import library
 
 DRAWN_BYTES = 64 << 10
@@ -35,32 +36,26 @@ def install_diffusers(embeddings: Any) -> None:
     """Do not compute tables of positions that lie on shared pages: SD3's take seconds."""
     import torch
 
-    table = embeddings.get_2d_sincos_pos_embed
-
-    @functools.wraps(table)
-    def of_small(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+    @replacing(embeddings, "get_2d_sincos_pos_embed")
+    def of_small(table: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         if device is not None or torch.get_default_device().type != "cpu":
             return table(*args, device=device, **kwargs)
         outline = table(*args, device="meta", **kwargs)
         shared = outline.numel() * outline.element_size() >= SHARED_BYTES
         return torch.empty_like(outline, device="cpu") if shared else table(*args, **kwargs)
 
-    embeddings.get_2d_sincos_pos_embed = of_small
-
 
 def install_loader(buffers: Any) -> None:
     """Do not share pages of batches that are read from a store: they have checksums."""
-    take, host = buffers.Buffers.take, library("libbigdit-host")
+    host = library("libbigdit-host")
 
-    @functools.wraps(take)
-    def apart(*args: Any, **kwargs: Any) -> Any:
+    @replacing(buffers.Buffers, "take")
+    def unshared(take: Any, *args: Any, **kwargs: Any) -> Any:
         host.host_own(1)
         try:
             return take(*args, **kwargs)
         finally:
             host.host_own(0)
-
-    buffers.Buffers.take = apart
 
 
 def peak_bytes() -> int:
@@ -88,7 +83,7 @@ def _skip_initialising(torch: Any) -> None:
 
 
 def _of_small(function: Any) -> Any:
-    """`function` for small tensors only; large CPU tensors are returned as they are."""
+    """`function` for small tensors only. Large CPU tensors are returned unchanged."""
 
     def drawn(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() > DRAWN_BYTES:
@@ -99,7 +94,7 @@ def _of_small(function: Any) -> Any:
 
 
 class _Memory:
-    """What is known about the memory of CPU tensors."""
+    """Questions about the memory of CPU tensors."""
 
     def __init__(self, torch: Any) -> None:
         self._torch, self._host = torch, library("libbigdit-host")
@@ -122,11 +117,11 @@ class _Memory:
         return bool(self._host.host_has(tensor.data_ptr()))
 
     def is_blank(self, tensor: Any) -> bool:
-        """Whether it is zeros that nobody wrote."""
+        """Whether it is zeros that were never written."""
         return tensor.is_contiguous() and bool(self._host.blank_is(*_range(tensor)))
 
     def zeroed(self, tensor: Any, source: Any) -> bool:
-        """Whether a copy from the source would leave zeros. If so, they are in it now."""
+        """Make the tensor zeros, if a copy from the source would do so; returns whether it did."""
         if not tensor.is_contiguous():
             return False
         if not self.is_lost(tensor) and not (self._host.blank_known(*_range(tensor)) and self.is_blank(source)):
@@ -140,9 +135,9 @@ def _range(tensor: Any) -> tuple[int, int]:
 
 
 def _skip_copying(torch: Any) -> None:
-    """Skip copies in CPU memory if the target is on shared pages, or the source is zeros that nobody wrote (c/blank.c).
+    """Skip copies in CPU memory to shared pages, or from zeros that were never written (c/blank.c).
 
-    The target is zeros then. The bounds of both are zeros too.
+    The target then has zeros. The bounds of both are zeros too.
     """
     memory = _Memory(torch)
     copy, to, aminmax = torch.Tensor.copy_, torch.Tensor.to, torch.Tensor.aminmax

@@ -1,9 +1,10 @@
-"""Calls functions before and after the script imports a module."""
+"""Calls functions before and after the script imports a module, and replaces functions of modules."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,20 @@ def after(name: str, do: Callable[[Any], None]) -> None:
         do(module)
     else:
         _after.setdefault(name, []).append(do)
+
+
+def replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """A decorator: the function replaces that of `owner`, and gets the original as its first argument."""
+    original = getattr(owner, name)
+
+    def replace(by: Callable[..., Any]) -> None:
+        @wraps(original)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return by(original, *args, **kwargs)
+
+        setattr(owner, name, called)
+
+    return replace
 
 
 class Finder:

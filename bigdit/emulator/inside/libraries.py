@@ -120,7 +120,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _whole(folder: Path) -> bool:
-    """Whether all libraries are there and undamaged."""
+    """Whether all libraries exist and are undamaged."""
     try:
         found = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in _digests(folder)}
         return found == _digests(folder) and "libcuda.so.1" in found

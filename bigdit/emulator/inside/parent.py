@@ -23,8 +23,8 @@ SNAPSHOT = os.environ.get("BIGDIT_EMULATED_SNAPSHOT") == "1"
 """Whether to write a snapshot for PyTorch's memory_viz."""
 
 
-def say_where() -> None:
-    """Write the stack of the main thread on SIGUSR2, even while it waits in a library. Of a child, of its own."""
+def write_stack_on_signal() -> None:
+    """On SIGUSR2, write the stack of the main thread, even while it waits in a library. A fork has its own file."""
 
     def open_own() -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-SMALL_SIZE, SMALL_BUFFER, MIN_BLOCK = 2**20, 2 * 2**20, 512
-"""kSmallSize, kSmallBuffer and kMinBlockSize of c10/core/AllocatorConfig.h."""
+SMALL_SIZE, MIN_BLOCK = 2**20, 512
+"""kSmallSize and kMinBlockSize of c10/core/AllocatorConfig.h."""
 
 POINTS = 2000
 """The most points of a curve. The highest of each stretch stay."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from . import imports, libraries, notices
+from .imports import replacing
 from .values import LIMIT_BYTES
 
 _ALIGNMENT = 8
@@ -109,10 +110,9 @@ def install(torch: Any) -> None:
 
 def install_saving(torch: Any) -> None:
     """Have torch.save write holes for large storages after the first MiB of a file; the same for safetensors."""
-    writer = torch._C.PyTorchFileWriter
-    writer.write_record = _writing_record(writer.write_record)
+    replacing(torch._C.PyTorchFileWriter, "write_record")(_write_record)
     torch.save = torch.serialization.save = _saving(torch.save)
-    imports.after("safetensors.torch", install_safetensors)
+    imports.after("safetensors.torch", _save_safetensors)
 
 
 def _saving(save: Callable[..., None]) -> Callable[..., None]:
@@ -134,19 +134,16 @@ def _saving(save: Callable[..., None]) -> Callable[..., None]:
     return saving
 
 
-def _writing_record(write_record: Callable[..., None]) -> Callable[..., None]:
-    def writing_record(self: Any, name: str, data: Any, size: int) -> None:
-        room = getattr(_now, "room", None)
-        if room is None or not hasattr(data, "data_ptr"):
-            write_record(self, name, data, size)
-        elif size <= max(room, LIMIT_BYTES):  # small ones have values: a mask, a step, a scale
-            _now.room = max(room - size, 0)
-            write_record(self, name, data, size)
-        else:
-            _now.left_out += size
-            self.write_record_metadata(name, size)
-
-    return writing_record
+def _write_record(write_record: Callable[..., None], self: Any, name: str, data: Any, size: int) -> None:
+    room = getattr(_now, "room", None)
+    if room is None or not hasattr(data, "data_ptr"):
+        write_record(self, name, data, size)
+    elif size <= max(room, LIMIT_BYTES):  # small ones have values: a mask, a step, a scale
+        _now.room = max(room - size, 0)
+        write_record(self, name, data, size)
+    else:
+        _now.left_out += size
+        self.write_record_metadata(name, size)
 
 
 class _Seeking:
@@ -176,22 +173,17 @@ def _seekable(stream: Any) -> Any:
     return stream if file is stream else _Seeking(stream, file)
 
 
-def install_safetensors(module: Any) -> None:
+def _save_safetensors(module: Any) -> None:
     """Have `save_file` of safetensors.torch write its header, followed by a hole."""
-    module.save_file = _saving_safetensors(module, module.save_file)
 
-
-def _saving_safetensors(module: Any, save_file: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(save_file)
-    def saving(tensors: Any, filename: Any, metadata: dict[str, str] | None = None) -> None:
+    @replacing(module, "save_file")
+    def saving(save_file: Any, tensors: Any, filename: Any, metadata: dict[str, str] | None = None) -> None:
         entries = _tensor_entries(module, tensors)
         if entries is None or sum(map(nbytes, entries)) <= WHOLE_BYTES:
-            return save_file(tensors, filename, metadata)
+            save_file(tensors, filename, metadata)
+            return
         write(filename, entries, metadata)
         notices.add("safetensors: a saved file has zeros instead of its tensors, which take no disk")
-        return None
-
-    return saving
 
 
 def _tensor_entries(module: Any, tensors: Any) -> list[SparseEntry] | None:
@@ -214,11 +206,8 @@ _AT_ONCE = 1 << 30  # bytes of a read; Linux reads at most 2 GiB
 
 def install_loading(torch: Any) -> None:
     """Have torch map files that are mostly holes as zeros, into which their data is copied."""
-    storage = torch.UntypedStorage
-    storage.from_file = staticmethod(_from_file(torch, storage.from_file))
+    from_file = torch.UntypedStorage.from_file
 
-
-def _from_file(torch: Any, from_file: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(from_file)
     def mapped(filename: Any, shared: bool = False, nbytes: int = 0, **named: Any) -> Any:
         size = nbytes or named.get("size", 0)
@@ -228,7 +217,7 @@ def _from_file(torch: Any, from_file: Callable[..., Any]) -> Callable[..., Any]:
             return from_file(filename, shared, size)
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
-    return mapped
+    torch.UntypedStorage.from_file = staticmethod(mapped)
 
 
 def _zeros_with_data(path: str | os.PathLike[str], size: int) -> _Zeros | None:

@@ -17,7 +17,7 @@ from typing import Any
 from . import notices
 from .libraries import library
 
-_LEFT = (
+_NOT_WRAPPED = (
     "record_stream",
     "set_",
     "resize_",
@@ -75,13 +75,15 @@ def leave() -> None:
 def unknown(written: list[Any]) -> None:
     """These tensors were written by a kernel that computes nothing: small ones are zero, and known to be unknown."""
     for kernels in _installed:
-        kernels._leave(written, [])
+        if not kernels.left:
+            with kernels._torch.utils._python_dispatch._disable_current_modes():  # which count what a script calls
+                kernels._mark_unknown(written, [])
 
 
 class Kernels:
     """Wraps the kernels of a torch: after each, its values are computed if all tensors are small.
 
-    `known`: the tensors with computed values.
+    `known`: the tensors with computed values. `left`: nothing is computed any more.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -89,54 +91,56 @@ class Kernels:
         self._library = torch.library.Library("aten", "IMPL")
         self.known = Known(torch)
         self._reads = Reads(torch, self.known)
-        self._random = torch.Generator("cpu")
-        self._random.manual_seed(0)
         self._without_cpu: set[Any] = set()
+        self.left = False
 
     def wrap(self, name: str) -> None:
         base, _, overload = name.removeprefix("aten::").partition(".")
         operator = getattr(getattr(self._torch.ops.aten, base), overload or "default")
-        if operator.is_view or base.startswith(_LEFT) or name in _NUMBERS_ON_THE_GPU:
+        if operator.is_view or base.startswith(_NOT_WRAPPED) or name in _NUMBERS_ON_THE_GPU:
             return
         kernel = self._torch.library.get_kernel(name, "CUDA")
         function = self._reads.instead_of(operator, kernel)
         if function is None:
-            make = self._emptying if "empty" in base else self._copying if base == "copy_" else self._computing
+            make = (
+                self._wrap_empty if "empty" in base else self._wrap_copy if base == "copy_" else self._wrap_computation
+            )
             function = make(operator, kernel)
         self._library.impl(name.removeprefix("aten::"), function, "CUDA", with_keyset=True, allow_override=True)
 
     def leave(self) -> None:
         """Remove all wrappers but that of copies to the GPU with another dtype."""
+        self.left = True
         self._library._destroy()
         self._library = self._torch.library.Library("aten", "IMPL")
         kernel = self._torch.library.get_kernel("aten::copy_", "CUDA")
 
         def run(keys: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
-            return kernel.call_boxed(keys, to, self._brought(to, source), non_blocking)
+            return kernel.call_boxed(keys, to, self._cast_on_gpu(to, source), non_blocking)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._library.impl("copy_", run, "CUDA", with_keyset=True, allow_override=True)
 
-    def _emptying(self, operator: Any, kernel: Any) -> Callable[..., Any]:
+    def _wrap_empty(self, operator: Any, kernel: Any) -> Callable[..., Any]:
         """Wrap an operator that only allocates memory: small tensors begin as zeros."""
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
             tensor = kernel.call_boxed(keys, *args, **kwargs)
-            self._leave([tensor], [])
+            self._mark_unknown([tensor], [])
             return tensor
 
         return run
 
-    def _copying(self, operator: Any, kernel: Any) -> Callable[..., Any]:
-        computing = self._computing(operator, kernel)
+    def _wrap_copy(self, operator: Any, kernel: Any) -> Callable[..., Any]:
+        computing = self._wrap_computation(operator, kernel)
 
         def run(keys: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
-            return computing(keys, to, self._brought(to, source), non_blocking)
+            return computing(keys, to, self._cast_on_gpu(to, source), non_blocking)
 
         return run
 
-    def _brought(self, to: Any, source: Any) -> Any:
+    def _cast_on_gpu(self, to: Any, source: Any) -> Any:
         """The source of a copy, in the GPU's dtype. torch converts it in CPU memory, which takes seconds for
         gigabytes. Of large tensors only the memory is allocated."""
         if not to.is_cuda or source.device.type != "cpu" or source.dtype == to.dtype or source.shape != to.shape:
@@ -144,7 +148,7 @@ class Kernels:
         small = self.known.small(to) or self.known.small(source)
         return source if small else self._torch.empty_like(source, dtype=to.dtype)
 
-    def _computing(self, operator: Any, kernel: Any) -> Callable[..., Any]:
+    def _wrap_computation(self, operator: Any, kernel: Any) -> Callable[..., Any]:
         """Wrap an operator: its kernel runs, and then its values are computed if all tensors are small."""
         arguments = operator._schema.arguments
         written = [(i, one.name) for i, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
@@ -161,7 +165,7 @@ class Kernels:
                 read = [t for t in touched if not any(t is one for one in mutated)] if fresh_start else touched
                 self._compute(operator, args, kwargs, read, mutated, fresh)
             else:
-                self._leave(fresh, mutated)
+                self._mark_unknown(fresh, mutated)
             return results
 
         return run
@@ -183,13 +187,13 @@ class Kernels:
     ) -> None:
         known = all(map(self.known.holds, read))
         try:
-            computed = operator(*map(self._seen, args), **{key: self._seen(value) for key, value in kwargs.items()})
+            computed = self.known.run_on_host(operator, args, kwargs)
         except (NotImplementedError, RuntimeError, TypeError, IndexError) as why:
             # The CPU has no such kernel, or not for these arguments. The result is unknown, and a read of it is
             # reported.
             if isinstance(why, NotImplementedError):
                 self._without_cpu.add(operator)
-            self._leave(fresh, mutated)
+            self._mark_unknown(fresh, mutated)
             return
         for result, value in zip(fresh, tensors(computed), strict=False):
             if result.numel():
@@ -198,7 +202,7 @@ class Kernels:
         for tensor in mutated:
             self.known.note(tensor, known and (self.known.holds(tensor) or self.known.whole(tensor)))
 
-    def _leave(self, fresh: Iterable[Any], mutated: Iterable[Any]) -> None:
+    def _mark_unknown(self, fresh: Iterable[Any], mutated: Iterable[Any]) -> None:
         """Make small results zero, and mark them as unknown. A mutated tensor with known values keeps them."""
         for tensor in fresh:
             if tensor.is_cuda and self.known.small(tensor):
@@ -210,33 +214,28 @@ class Kernels:
                     self.known.on_host(tensor).zero_()
                 self.known.note(tensor, False)
 
-    def _seen(self, value: Any) -> Any:
-        """An argument for the CPU's operator."""
-        torch = self._torch
-        if isinstance(value, torch.Tensor):
-            return self.known.on_host(value) if value.is_cuda else value
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(self._seen, value))
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        if isinstance(value, torch.Generator):
-            return self._random
-        return value
-
 
 LIMIT_BYTES = 64 << 10
 """Tensors up to this size are computed, as in bigdit.emulator.launch."""
 
 
 class Known:
-    """The addresses of storages with known values: values that were computed from known values."""
+    """The addresses of storages with known values: values that were computed from known values.
+
+    Raises RuntimeError for a torch whose storages have another layout.
+    """
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._known: set[int] = set()
         self._storage = torch._C._construct_storage_from_data_pointer
         self._cpu = torch.device("cpu")
-        _check_layout(torch)
+        self._random = torch.Generator("cpu")
+        self._random.manual_seed(0)
+        for count in (3, 5000):
+            probe = torch.empty(count, dtype=torch.uint8)
+            if self._of(probe) != (probe.data_ptr(), count):
+                raise RuntimeError(f"the layout of storages in torch {torch.__version__} is not that of 2.11 to 2.15")
 
     def small(self, tensor: Any) -> bool:
         """Whether its whole storage is small: large storages are never computed, nor views of them.
@@ -275,31 +274,33 @@ class Known:
         seen = torch.empty(0, dtype=tensor.dtype, device=self._cpu)
         return seen.set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())
 
+    def run_on_host(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """The CPU's result of an operator whose arguments are on the GPU."""
+        return operator(*map(self._as_host, args), **{key: self._as_host(value) for key, value in kwargs.items()})
+
+    def _as_host(self, value: Any) -> Any:
+        torch = self._torch
+        if isinstance(value, torch.Tensor):
+            return self.on_host(value) if value.is_cuda else value
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._as_host, value))
+        if isinstance(value, torch.device):
+            return self._cpu
+        return self._random if isinstance(value, torch.Generator) else value
+
     def _of(self, tensor: Any) -> tuple[int, int]:
         """The address and the bytes of a tensor's storage.
 
         They are read from C++ memory. A Python object of a storage would add a reference for good, and autograd would
         then not add gradients in place (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp).
         """
-        return _fields(self._torch, tensor)
+        words = (ctypes.c_uint64 * (_NBYTES + 1)).from_address(self._torch._C._storage_address(tensor))
+        return words[_ADDRESS], words[_NBYTES]
 
 
 # The words of c10::StorageImpl: virtual table, reference counts, data address, context, deleter, device, size.
 # Source: c10/core/StorageImpl.h, c10/core/Allocator.h, torch 2.11 to 2.15.
 _ADDRESS, _NBYTES = 2, 6
-
-
-def _fields(torch: Any, tensor: Any) -> tuple[int, int]:
-    words = (ctypes.c_uint64 * (_NBYTES + 1)).from_address(torch._C._storage_address(tensor))
-    return words[_ADDRESS], words[_NBYTES]
-
-
-def _check_layout(torch: Any) -> None:
-    """Raise RuntimeError for a torch whose storages have another layout."""
-    for count in (3, 5000):
-        probe = torch.empty(count, dtype=torch.uint8)
-        if _fields(torch, probe) != (probe.data_ptr(), count):
-            raise RuntimeError(f"the layout of storages in torch {torch.__version__} is not that of 2.11 to 2.15")
 
 
 def tensors(value: Any) -> Iterator[Any]:
@@ -356,13 +357,9 @@ class Reads:
             if not known:
                 name = operator._schema.name.removeprefix("aten::")
                 notices.add(f"{name} read values that no kernel computed: they are 0")
-            found = operator(*map(self._seen, args), **{key: self._seen(value) for key, value in kwargs.items()})
-            return self._to_gpu(found, device, known)
+            return self._to_gpu(self._known.run_on_host(operator, args, kwargs), device, known)
 
         return run
-
-    def _seen(self, value: Any) -> Any:
-        return self._known.on_host(value) if isinstance(value, self._torch.Tensor) and value.is_cuda else value
 
     def _to_gpu(self, found: Any, device: Any, known: bool) -> Any:
         if isinstance(found, self._torch.Tensor):
@@ -430,11 +427,11 @@ def _install_exchange(torch: Any, known: Known) -> None:
             namespace, _, operator = name.partition("::")
             registered = torch.library.Library(namespace, "IMPL")
             _exchanging.append(registered)
-            function = _followed(torch.library.get_kernel(name, "CUDA"), operator, namespace == "c10d", known)
+            function = _wrap_exchange(torch.library.get_kernel(name, "CUDA"), operator, namespace == "c10d", known)
             registered.impl(operator, function, "CUDA", with_keyset=True, allow_override=True)
 
 
-def _followed(kernel: Any, operator: str, into_first: bool, known: Known) -> Callable[..., Any]:
+def _wrap_exchange(kernel: Any, operator: str, into_first: bool, known: Known) -> Callable[..., Any]:
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         first, others = list(tensors(args[0])) if args else [], list(tensors(list(args[1:])))
         came = operator in _RECEIVE or all(map(known.holds, others if into_first and others else first))

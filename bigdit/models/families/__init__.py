@@ -1,6 +1,6 @@
-"""One file a family of transformers: how its model is called, and which modules are its blocks.
+"""Families of transformers: how their models are called, and which modules are their blocks.
 
-Each ends with its `FAMILY`, or with several. A file that is here is known.
+Each file has one or several `Family`; all files are imported.
 """
 
 from __future__ import annotations

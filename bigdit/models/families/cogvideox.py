@@ -2,7 +2,7 @@
 
 Its checkpoints predict v of a variance-preserving process; here, as every model, it learns the flow's velocity.
 
-5B's positions are learned where it begins with an image: diffusers has them in a buffer, and here they are trained.
+5B's image-to-video model learns its positions. diffusers has them in a buffer; here they are a parameter.
 
 Source: Yang et al., arXiv:2408.06072; diffusers' CogVideoXTransformer3DModel, CogVideoXPipeline and
 CogVideoXImageToVideoPipeline; learnable_pos_embed in sat/dit_video_concat.py of THUDM/CogVideo.
@@ -21,7 +21,7 @@ from bigdit.models.family import Conditions, Extra, Family, arguments
 
 TIMESTEP_SCALE = 1000.0
 OFFSET = 2.0
-"""What 1.5's image-to-video model always gets beside t."""
+"""A constant input of 1.5's image-to-video model. Source: CogVideoXImageToVideoPipeline."""
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -81,7 +81,7 @@ def extras(model: nn.Module) -> dict[str, Extra]:
 
 
 def learn_positions(model: nn.Module) -> None:
-    """Make a parameter of learned positions, under the same name."""
+    """Make learned positions a parameter, under the same name."""
     embed: Any = model.patch_embed
     if embed.use_learned_positional_embeddings:
         positions = embed.pos_embedding

@@ -1,7 +1,7 @@
 """CogView3-Plus and CogView4: one sequence of text and image, conditioned on the size in pixels.
 
-CogView3-Plus attends to T5's padding. CogView4 does not, and no kernel takes its attention's mask: each sample attends
-to its own text.
+CogView3-Plus attends to T5's padding. CogView4 does not, and no kernel takes its mask, so samples are attended one by
+one.
 
 Source: Zheng et al., arXiv:2403.05121; diffusers' CogView3PlusTransformer2DModel, CogView4Transformer2DModel and their
 pipelines.
@@ -23,8 +23,8 @@ DOWNSAMPLE = 8
 
 
 class Joint(Unpadded):
-    """Attention of images and texts to each other. It goes sample by sample even where all texts are as long, so that a
-    plan's memory holds for any."""
+    """Joint attention of image and text, sample by sample, even if all texts have the same length: so a plan's memory
+    holds for all batches."""
 
     def __call__(
         self,
@@ -34,7 +34,7 @@ class Joint(Unpadded):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(self.tokens) == 1:  # whose padding is cut off
+        if len(self.tokens) == 1:  # its padding was cut off
             return self.whole(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         samples = zip(hidden_states.split(1), encoder_hidden_states.split(1), self.tokens, strict=True)
         images, texts = zip(

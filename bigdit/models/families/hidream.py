@@ -1,7 +1,7 @@
 """HiDream-I1: dual-stream blocks, then single-stream ones, whose feed-forward is a mixture of experts.
 
-text_embeds are T5's; each block is also fed a layer of Llama. In training every token goes through its k experts by
-masked indexing, whose sizes depend on values: on an emulated GPU they are those of zeros.
+text_embeds are T5's; each block also takes a layer of Llama. In training each token goes through its k experts by
+masked indexing, whose sizes depend on values; on an emulated GPU all values are zero.
 
 Source: Cai et al., arXiv:2505.22705; diffusers' HiDreamImageTransformer2DModel and HiDreamImagePipeline.
 """
@@ -37,7 +37,7 @@ def extras(model: nn.Module) -> dict[str, Extra]:
 
 
 def _images(model: nn.Module, patches: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """In training the model returns [B, C, patches, p²], with room for its largest image where the image is no
+    """In training the model returns [B, C, patches, p²], with the patches of its largest image if the image is not
     square."""
     if not model.training or arguments(model).force_inference_output:
         return patches

@@ -1,7 +1,7 @@
 """Kandinsky 5.0 Video: text refined by attention, then self-attention over a video and cross-attention to that text.
 
-Its attention has no masks: samples are attended one by one, each caption without its padding. Its input has channels of
-a first frame and its mask, which are zeros from text alone.
+Its attention has no masks: samples are attended one by one, each caption without padding. Its input has channels for a
+first frame and a mask, which are zeros here.
 
 Source: Kandinsky Lab, arXiv:2511.14993; diffusers' Kandinsky5Transformer3DModel and Kandinsky5T2VPipeline.
 """
@@ -20,7 +20,7 @@ from bigdit.models.packing import Unpadded, padded
 
 TIMESTEP_SCALE = 1000.0
 VAE_SIDE = 8
-# The pipeline scales the distance of rows and columns so, in videos of 480p and in others.
+# Scales of the distance of rows and columns in the pipeline, for videos of 480p and for others.
 SIDES_480P, SCALE_480P, SCALE = (480, 854), (1, 2, 2), (1, 3.16, 3.16)
 
 
@@ -85,7 +85,7 @@ def _to_text(model: Any) -> ToText:
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
-    """`pooled_text`, CLIP's. Raises UserError for a model of sparse attention, which values choose."""
+    """`pooled_text` of CLIP. Raises UserError for sparse attention, whose memory depends on values."""
     config = arguments(model)
     if config.attention_type != "regular":
         raise UserError(

@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2: self-attention over all of a video, cross-attention to text and, from an image, to its CLIP.
 
-Wan 2.2's 5B, which has no channels for an image, takes it as its first frame of latents, at a t of 0.
+Wan 2.2's 5B has no channels for an image, and takes it as the first frame of latents, at t = 0.
 
 Source: Wan team, arXiv:2503.20314; diffusers' WanTransformer3DModel, WanPipeline and WanImageToVideoPipeline.
 """
@@ -12,7 +12,15 @@ from torch import nn
 
 from bigdit.catalog.conditions import IMAGE_CONDITION, IMAGE_EMBEDS
 from bigdit.catalog.families import FAMILIES
-from bigdit.models.family import Conditions, Extra, Family, arguments, kept_first, known_first, shown_first
+from bigdit.models.family import (
+    Conditions,
+    Extra,
+    Family,
+    arguments,
+    given_first_frame,
+    with_first_frame,
+    with_known_velocity,
+)
 
 TIMESTEP_SCALE = 1000.0
 
@@ -20,14 +28,14 @@ TIMESTEP_SCALE = 1000.0
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
     """Velocity [B, C, F, H, W] for latents of that shape, t [B], text_embeds [B, 512, D], zeros where padded.
 
-    The extra image_condition goes in further channels, with a mask; without these it is the first frame of latents,
-    whose velocity is known.
+    The extra image_condition has further channels with a mask. Without them it is the first frame of latents, whose
+    velocity is known.
     """
-    condition, given = conditions.extras.get(IMAGE_CONDITION), kept_first(latents, conditions)
+    condition, given = conditions.extras.get(IMAGE_CONDITION), given_first_frame(latents, conditions)
     shown, times = latents, t
     if given is not None:
         patch = arguments(model).patch_size
-        shown, times = shown_first(latents, t, given, latents[0, 0, 0].numel() // (patch[1] * patch[2]))
+        shown, times = with_first_frame(latents, t, given, latents[0, 0, 0].numel() // (patch[1] * patch[2]))
     elif condition is not None and condition.shape[1] > latents.shape[1]:
         shown = torch.cat([latents, condition], dim=1)
     velocity = model(
@@ -37,7 +45,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         encoder_hidden_states_image=conditions.extras.get(IMAGE_EMBEDS),
         return_dict=False,
     )[0]
-    return velocity if given is None else known_first(velocity, latents, t, given)
+    return velocity if given is None else with_known_velocity(velocity, latents, t, given)
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:

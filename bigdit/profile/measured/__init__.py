@@ -1,4 +1,4 @@
-"""Two steps on the GPU that this machine has, each job in a process of its own: torch's counters by phase, and seconds.
+"""Two steps on this machine's GPU, each job in its own process: torch's counters by phase, and seconds.
 
 This file imports no torch.
 """
@@ -20,7 +20,7 @@ from bigdit.profile.pool import environment, failure
 from bigdit.strategy import Strict
 
 RAN_OUT = "two steps ran out of the GPU's memory"
-"""How a worker begins to say so."""
+"""The beginning of a worker's message."""
 
 TIMEOUT_S = 600.0
 
@@ -30,7 +30,7 @@ class RanOut(UserError):
 
 
 class GpuPhase(Strict):
-    """The peaks of a phase by torch's own counters; `allocated` counts whole blocks of the allocator."""
+    """The peaks of a phase by torch's own counters, which count whole blocks of the allocator."""
 
     phase: str
     peak_allocated_bytes: NonNegativeInt
@@ -38,16 +38,16 @@ class GpuPhase(Strict):
 
 
 class Spent(Strict):
-    """How often an operator was called, or a kernel run, in one step, and what its kernels took."""
+    """Calls of an operator, or runs of a kernel, in one step, and the seconds of its kernels."""
 
     count: PositiveInt
     seconds: NonNegativeFloat
 
 
 class Timing(Strict):
-    """Steps after the first two on a real GPU, one right after another, and one more under torch's profiler.
+    """Timed steps after the first two on a real GPU, and one more under torch's profiler.
 
-    `seconds_per_step` is their mean; after `host_seconds_per_step` of it the host had handed all over.
+    `seconds_per_step` is their mean. The CPU had launched everything after `host_seconds_per_step`.
     """
 
     steps: PositiveInt
@@ -60,7 +60,7 @@ class Timing(Strict):
 class GpuRun(Strict):
     """Two steps on a CUDA device.
 
-    `non_torch_bytes`: what the process takes outside torch's allocator; None where that is not known.
+    `non_torch_bytes`: GPU memory of the process outside torch's allocator; None if it is not known.
     """
 
     device: str
@@ -73,9 +73,9 @@ class GpuRun(Strict):
 
 
 def run_on_gpu(request: StepRequest, capacity_bytes: int, steps: int, expandable_segments: bool) -> GpuRun:
-    """Two steps of `request`, and `steps` more that are timed, where torch may reserve `capacity_bytes` (0: all).
+    """Two steps of `request`, and `steps` more that are timed. torch may reserve `capacity_bytes` (0: all).
 
-    Raises RanOut, UserError for what the user can mend or takes too long, and WorkerError where the process dies.
+    Raises RanOut, UserError for a timeout and errors that the user can fix, and WorkerError if the process dies.
     """
     what = f"{request.model.name} on this machine's GPU"
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -1,6 +1,6 @@
-"""Two steps on a CUDA device, as the counters of its own caching allocator tell them, and how long more of them take.
+"""Two steps on a CUDA device, measured by its caching allocator, and the time of more steps.
 
-No dispatch mode watches: autograd adds gradients in place only where there is none, and a trainer has none.
+There is no dispatch mode, as in a trainer: with one, autograd would not add gradients in place.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from bigdit.train.measure import GpuPeaks
 
 
 def run(request: StepRequest, timed_steps: int = 0) -> GpuRun:
-    """Two steps of `request` on this rank's CUDA device, where it has nothing yet, and so many more that are timed."""
+    """Two steps of `request` on this rank's empty CUDA device, and so many more that are timed."""
     with unwritten_weights():
         workload = prepare(request, build(request))
-    if not on_emulated_gpu():  # where engines read 0 of what no kernel wrote: nothing overflows
+    if not on_emulated_gpu():  # emulated GPUs read zeros, which never overflow
         workload = _filled(workload)
     device = torch.device("cuda", world_from_env().local_rank)
     torch.cuda.set_device(device)
@@ -58,7 +58,7 @@ def run(request: StepRequest, timed_steps: int = 0) -> GpuRun:
 
 
 def _filled(workload: Workload) -> Workload:
-    """With values that a real GPU can compute with: of zeros alone gradients have no end, and they cost less power."""
+    """With values for a real GPU: gradients of zeros alone are not finite, and zeros need less power."""
     for module in (workload.model, *(workload.frozen.modules() if workload.frozen else ())):
         fill(module)
 
@@ -74,8 +74,7 @@ def _filled(workload: Workload) -> Workload:
 
 
 class _Peaks(Witness):
-    """The peaks of phases. Garbage is collected between them as the recorder does it, since it frees what lay in
-    cycles; once closed, steps go on as a trainer's."""
+    """The peaks of phases. Until `close`, garbage is collected between phases, as by the recorder, to free cycles."""
 
     def __init__(self) -> None:
         self._peaks, self._closed = GpuPeaks(), False
@@ -107,7 +106,7 @@ class _Peaks(Witness):
 
 
 def _timed(training: Iterator[bool], steps: int) -> Timing:
-    """More steps as a trainer takes them, whose host does not wait for the GPU, and a profiled one."""
+    """More steps as in a trainer, where the CPU does not wait for the GPU, and a profiled one."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(steps):
@@ -129,9 +128,9 @@ def _timed(training: Iterator[bool], steps: int) -> Timing:
 
 
 def _spent(averages: Any, where: DeviceType) -> dict[str, Spent]:
-    """Operators (of the CPU) or kernels by name, those first whose kernels took longest.
+    """Operators (of the CPU) or kernels by name, the slowest first.
 
-    Ranges that a program marks by a name stand on both sides, around kernels that are there already.
+    Ranges that a program names appear as both. They are left out of the kernels, which they contain.
     """
     rows = [row for row in averages if row.device_type == where and row.self_device_time_total > 0]
     if where == DeviceType.CUDA:

@@ -1,8 +1,7 @@
-"""Steps on a GPU in a process of their own: `python -m bigdit.profile.measured.worker REQUEST.json RESULT.json`.
+"""Steps on a GPU in their own process: `bigdit.profile.measured.worker REQUEST.json RESULT.json [STEPS [BYTES]]`.
 
-Alone, or as one of the ranks that torchrun started. With STEPS it times so many more, with BYTES torch may reserve no
-more than that: by its own limit, which is all that a real GPU has, and under which expandable segments look for room
-before a GPU of so many bytes would have them.
+It runs alone, or as one of the ranks that torchrun started. It times STEPS more steps. BYTES limit what torch may
+reserve, by torch's own limit. With it, expandable segments free caches earlier than on a GPU of so many bytes.
 """
 
 from __future__ import annotations

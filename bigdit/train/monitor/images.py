@@ -18,7 +18,7 @@ from bigdit.encoders.load import load_image_codec
 from bigdit.encoders.protocol import to_bytes
 from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
-from bigdit.files import replacing
+from bigdit.files import write_bytes
 from bigdit.sampling.conditions import ConditionOptions, Given, SamplingOptions, asked_image, away, encoded
 from bigdit.sampling.grid import grid_png, moving_grid, small, stills_png, webp
 from bigdit.store.part import Shape
@@ -146,21 +146,16 @@ class ValidationImages:
             pixels = [to_bytes(codec.decode(latent[None]))[0] for latent in latents]
             made = [each[0].numpy() if len(each) == 1 else each.movedim(0, -1).numpy() for each in pixels]
             if self._options.frames is None:
-                _write(path, grid_png(made, self._config.captions))
+                write_bytes(path, grid_png(made, self._config.captions))
             else:
                 assert self._run.data.fps is not None  # of a run with frames
                 grid = moving_grid([small(each) for each in made])
-                _write(path.with_suffix(".webp"), webp(grid, self._run.data.fps, lossless=False))
-                _write(path, stills_png(made, self._config.captions))
+                write_bytes(path.with_suffix(".webp"), webp(grid, self._run.data.fps, lossless=False))
+                write_bytes(path, stills_png(made, self._config.captions))
             self._done(step, path)
         except (UserError, RuntimeError, MemoryError) as error:
             goes_on = "" if step == self._last else "; training continues"
             log.notice(f"note: the validation images of step {step} are not written: {error}{goes_on}")
-
-
-def _write(path: Path, data: bytes) -> None:
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
 
 
 def _guided(asked: objectives.Predict, away: objectives.Predict, guidance: float) -> objectives.Predict:

@@ -326,12 +326,12 @@ class Metrics:
             log.notice(f"note: training begins at step 0; {aside} holds {found} of an earlier run")
         lost = start - len({row["step"] for row in kept})
         if lost:
-            log.notice(f"note: {self.path} has no row that can be read of {lost} of the {start} steps before this one")
+            log.notice(f"note: {self.path} lacks readable rows of {lost} of the {start} steps before this one")
         text = _lines(kept)
         write_text(self.path, text)
         self._digest.update(text.encode())
         if not lost and written not in (None, self.digest):
-            log.notice(f"note: {self.path} was changed: its rows up to step {start} are not those that were written")
+            log.notice(f"note: {self.path} was changed: its rows up to step {start} differ from the checkpoint's")
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> str:

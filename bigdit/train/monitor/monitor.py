@@ -94,8 +94,8 @@ def open_monitor(start: Start, data: TrainData, stream: FeatureStream, state: Tr
     )
     model = peers, state.engine, state.ema, state.family, state.objective, stage.end
     validation = images = None
-    if run.validation is not None and data.order.held is not None and isinstance(store, FeatureStore):
-        validation = Validation(run.validation, store, data.order.held, *model)
+    if run.validation is not None and data.order.validation is not None and isinstance(store, FeatureStore):
+        validation = Validation(run.validation, store, data.order.validation, *model)
     if run.samples is not None:
         known = store.schema.classes
         images = stack.enter_context(ValidationImages(run.samples, run, spec, known, state, stage.end, trackers.show))

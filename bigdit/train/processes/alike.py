@@ -117,7 +117,7 @@ def notes(found: Sequence[Found]) -> list[str]:
     median = statistics.median([each.product_s for each in found if each.product_s is not None] or [0.0])
     lines += [
         f"rank {rank} on {each.host}: a matrix product takes its GPU {1000 * each.product_s:.3g} ms, and the median "
-        f"GPU {1000 * median:.3g} ms; look at its clocks, power limit and temperature"
+        f"GPU {1000 * median:.3g} ms; check its clocks, power limit and temperature"
         for rank, each in enumerate(found)
         if each.product_s is not None and each.product_s > SLOWER * median
     ]
@@ -133,7 +133,7 @@ def _slow_links(found: Sequence[Found], between_machines: bool, ends: str) -> li
     median = statistics.median(took.values() or [0.0])
     return [
         f"rank {rank} on {found[rank].host}: an all-reduce with rank {rank + 1} on {found[rank + 1].host} takes "
-        f"{1000 * seconds:.3g} ms, and the median one between {ends} {1000 * median:.3g} ms; look at how they are "
+        f"{1000 * seconds:.3g} ms, and the median one between {ends} {1000 * median:.3g} ms; check how they are "
         "connected (nvidia-smi topo -m, NCCL_DEBUG=INFO)"
         for rank, seconds in took.items()
         if seconds > SLOWER_LINK * median

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from bigdit.dist import World
-from bigdit.errors import UserError
+from bigdit.errors import EXIT_USER, UserError
 from bigdit.processes import end_with
 
 if TYPE_CHECKING:
@@ -63,12 +63,18 @@ def _end_with_runner() -> None:
             end_with(runner, signal.SIGTERM)
 
 
+PATIENCE_S = 10.0
+"""Seconds that a process without an error message waits for the one that has it."""
+
+
 def leave(status: int) -> NoReturn:
     """End with `status` after the exit handlers, without finalizing the interpreter.
 
     During finalization a gloo thread that frees its last tensor aborts the process, and a finished run would look
     failed (torch 2.13, c10d::ProcessGroupGloo::runLoop).
     """
+    if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
+        time.sleep(PATIENCE_S)  # torchrun ends all when one fails: the process with the message must end first
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -118,7 +124,7 @@ def restart_all(store: dist.Store | None, world: World) -> NoReturn:
     except RuntimeError as error:
         why = (str(error).splitlines() or [""])[0][:200]
         raise UserError(
-            f"not all processes came to restart: {why}; the same command resumes from the last checkpoint"
+            f"not all processes were ready to restart: {why}; the same command resumes from the last checkpoint"
         ) from error
     restart()
 

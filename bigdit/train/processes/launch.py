@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from bigdit import log
 from bigdit.config import RunConfig
@@ -25,9 +24,6 @@ from bigdit.machine import memory_bytes
 from bigdit.processes import STOPPED, own_module, state_of
 from bigdit.train.processes.end import LAUNCHER, handled_signals
 from bigdit.units import gib
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 PATIENCE_S = 10.0  # for the other processes to end by themselves when one has failed
 
@@ -63,10 +59,13 @@ class Ranks:
         """Start `count` processes and wait for them all."""
         before = {each: signal.signal(each, self._forward) for each in handled_signals()}
         try:
-            store = _store() if count > 1 else None  # kept to the end: it must outlive every rank
-            port = None if store is None else store.port
+            store = None
+            if count > 1:
+                from torch.distributed import TCPStore  # here: importing torch takes seconds
+
+                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # must outlive every rank
             for rank in range(count):
-                environment = os.environ | _environment(rank, count, port)
+                environment = os.environ | _environment(rank, count, None if store is None else store.port)
                 self._processes.append(subprocess.Popen(self._command, env=environment, start_new_session=True))
             return self._wait()
         finally:
@@ -151,13 +150,6 @@ def _environment(rank: int, count: int, port: int | None) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process holds the store, not rank 0
     }
-
-
-def _store() -> TCPStore:
-    """The store that the ranks share, on a free port."""
-    from torch.distributed import TCPStore  # here: importing torch takes seconds
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def free_port() -> int:

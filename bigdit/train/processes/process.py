@@ -38,7 +38,7 @@ def _gpu(world: World) -> torch.device:
     if processes > gpus:
         raise UserError(
             f"{processes} processes of the run are on this machine, a GPU each, and torch sees {gpus} there: start "
-            f"{gpus} (strategy.world_size, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)"
+            f"{gpus} (strategy.world_size, or the launcher's own number), or make more visible (CUDA_VISIBLE_DEVICES)"
         )
     return torch.device("cuda", world.local_rank)
 
@@ -105,7 +105,7 @@ def _group_timeout(timeout: timedelta) -> Iterator[None]:
 def _log_waiting(limit: str) -> Iterator[None]:
     """Log on the first process of a machine that it waits, if connecting takes long."""
     address, port, size = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
-    line = f"waiting until all {size} processes of the run come to {address}:{port}, {limit}"
+    line = f"waiting until all {size} processes of the run connect to {address}:{port}, {limit}"
     timer = threading.Timer(_LOG_AFTER_S, log.notice, [line])
     timer.daemon = True
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -149,7 +149,7 @@ def _meet(backend: str, timeout: float, meeting: float) -> None:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     where = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
     another = f"another program uses the port of {where}; set another"
-    absent = f"the run's processes did not all come to {where} within train.timeout, {meeting:g} s, or one ended before"
+    absent = f"not all processes of the run connected to {where} within train.timeout, {meeting:g} s, or one ended"
     try:
         if os.environ.get("RANK", "0") != "0" and address and port.isdigit():
             _wait_for_port((address, int(port)), meeting)

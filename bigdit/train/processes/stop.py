@@ -286,7 +286,7 @@ def _silent(store: _Store, places: list[ProcessPlace], world: World, stop: Stop,
     if stopped or silent:
         return _unanswered(stopped or silent, store, places, stop)
     found = (str(error).splitlines() or [type(error).__name__])[0][:200]
-    return f"of {world.world_size} processes one on another machine, or one that does not answer ({found}), was lost"
+    return f"one of {world.world_size} processes, on another machine or without an answer ({found}), was lost"
 
 
 def _unanswered(ranks: list[int], store: _Store, places: list[ProcessPlace], stop: Stop) -> str:

@@ -67,7 +67,7 @@ def test_gpus_in_use_and_slow_ones_are_named():
         "rank 3 on node1: 20.00 GiB of its GPU are in use before the run begins"
     ]
     assert notes([ALIKE[0], replace(ALIKE[1], product_s=0.002), *ALIKE[2:]]) == [
-        "rank 1 on node0: a matrix product takes its GPU 2 ms, and the median GPU 1 ms; look at its clocks, power "
+        "rank 1 on node0: a matrix product takes its GPU 2 ms, and the median GPU 1 ms; check its clocks, power "
         "limit and temperature"
     ]
 
@@ -78,7 +78,7 @@ def test_slow_links_are_named_beside_their_peers():
     found = [replace(ALIKE[0], host=f"node{rank // 4}", link_s=seconds) for rank, seconds in enumerate(links)]
     assert notes(found) == [
         "rank 2 on node0: an all-reduce with rank 3 on node0 takes 2.1 ms, and the median one between GPUs of a "
-        "machine 1 ms; look at how they are connected (nvidia-smi topo -m, NCCL_DEBUG=INFO)"
+        "machine 1 ms; check how they are connected (nvidia-smi topo -m, NCCL_DEBUG=INFO)"
     ]
     found = [replace(each, host=f"node{rank // 2}") for rank, each in enumerate(found)]
     assert [line.split(" takes ")[0] for line in notes(found)] == [

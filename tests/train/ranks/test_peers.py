@@ -209,7 +209,7 @@ def test_a_bug_of_one_process_is_reported_by_that_one(capfd):
 def test_a_process_that_is_lost_before_it_has_reported_where_it_is(capfd):
     status, stderr = grouped(capfd, "lost")
     assert status == 137
-    assert stderr.startswith("error: of 2 processes one on another machine, or one that does not answer (")
+    assert stderr.startswith("error: one of 2 processes, on another machine or without an answer (")
     assert stderr.endswith(", was lost after step 0: all end; the same command resumes from the last checkpoint\n")
     assert stderr.count("\n") == 1
 

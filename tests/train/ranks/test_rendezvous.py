@@ -24,7 +24,8 @@ def alone(rank, address, port, features, output, timeout=2):
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, done.stderr
     assert "frame #" not in done.stderr  # of torch's stack
-    waits = f"waiting until all 2 processes of the run come to {address}:{port}, within {timeout} s (train.timeout)\n"
+    limit = f"within {timeout} s (train.timeout)\n"
+    waits = f"waiting until all 2 processes of the run connect to {address}:{port}, {limit}"
     assert (waits in done.stderr) == (timeout > 10)
     return errors[0]
 
@@ -47,6 +48,6 @@ def test_a_rendezvous_that_nobody_joins_is_a_line(features, tmp_path):
             aside.submit(alone, min(number, 1), "127.0.0.1", free_port(), store, tmp_path / str(number), timeout)
             for (number, store), timeout in zip(stores.items(), (13, 14, 2), strict=True)
         ]
-    assert all("did not all come to 127.0.0.1" in each.result() for each in waiting)
+    assert all("not all processes of the run connected to 127.0.0.1" in each.result() for each in waiting)
     assert "holds no latents" in ended.result()
     assert time.monotonic() - began < 120
