@@ -65,7 +65,7 @@ def test_a_dry_run_says_what_they_come_to(features, tmp_path):
         settings = with_set([*TINY, *SINGLE, *EPOCHS, f"data.features={features}"])
         done = in_process("train", "--config", DIGITS, "--dry-run", *settings)
         assert done.returncode == 0, done.stderr
-        train = json.loads(done.stdout)["run"]["train"]
+        train = json.loads(done.stdout)["train"]
         return (train["steps"], train["epochs"]), " ".join(done.stderr.split())
 
     found, printed = dry(features)

@@ -119,8 +119,8 @@ SWAPPING = (
         *(
             (
                 ["model.kwargs.num_layers=2", *SWAPPING, f"strategy.blocks_to_swap={number}"],
-                f"strategy.blocks_to_swap is {number}, and the model has 2 blocks: the weights of two are on the "
-                "device at any time, and none are left to swap; set it to 0",
+                f"strategy.blocks_to_swap is {number}, and the model has 2 blocks: the weights of two are always on "
+                "the device, and none are left to swap; set it to 0",
             )
             for number in (3, 4)
         ),
@@ -227,7 +227,7 @@ def test_weights_of_another_shape_than_the_class_takes_are_refused(capsys, tmp_p
     assert (status, message) == (
         1,
         f"error: model.init_from: {tmp_path} has num_layers 4, and model.kwargs leaves it to SanaTransformer2DModel, "
-        f"which has 20, and 1 more of its arguments differ; set model.path to {tmp_path} in the place of "
+        f"which has 20, and 1 more of its arguments differ; set model.path to {tmp_path} instead of "
         "model.class_name and model.kwargs\n",
     )
     by_path = ("model.class_name=null", "model.kwargs={}", f"model.path={tmp_path}")
