@@ -104,11 +104,14 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
             f"{key}: {folder} has fp8 weights with scales, which its library leaves out, the first {scales[0]}; take "
             "weights in 16 bits, or name the file as encoders.text.files"
         )
+    instead = "".join(f"; it holds {name} instead" for name in sorted(info["unexpected_keys"])[:1])
     for problem in ("missing_keys", "mismatched_keys"):
         names = sorted(str(name) for name in info[problem])
         if names:
             what = problem.removesuffix("_keys")
-            raise UserError(f"{key}: {folder} has {how_many(len(names), f'{what} weight')}, the first {names[0]}")
+            raise UserError(
+                f"{key}: {folder} has {how_many(len(names), f'{what} weight')}, the first {names[0]}{instead}"
+            )
     return model.eval()
 
 

@@ -168,6 +168,10 @@ def test_a_store_holds_which_files_encoded_it(pipeline, tmp_path):
             "files.text_encoder: .*scaled.safetensors has 53 missing weights",
         ),
         ({"text_encoder": "open_clip"}, "files.text_encoder: .*open_clip.safetensors has 53 missing weights"),
+        (
+            {"text_encoder_3": "wan"},
+            "wan.safetensors has .* missing weights, .*; it holds blocks.0.attn.q.weight instead",
+        ),
         ({"text_encoder": "wide"}, "files.text_encoder: .*wide.safetensors .*mismatch"),
         ({"text_encoder": "pickle"}, "pickle.pt is a pickle, which may run any code; take the .safetensors of it"),
         ({}, "text_encoder: .*bare/text_encoder cannot be loaded"),
@@ -177,6 +181,7 @@ def test_a_file_that_is_no_such_encoder_is_named(pipeline, files, why):
     _, bare, known = pipeline
     here = bare.parent
     save_file({"transformer.resblocks.0.ln_1.bias": torch.zeros(4)}, here / "open_clip.safetensors")
+    save_file({"blocks.0.attn.q.weight": torch.zeros(4, 4)}, here / "wan.safetensors")
     wide = load_file(known["text_encoder"])
     save_file(wide | {"text_projection.weight": torch.zeros(5, 7)}, here / "wide.safetensors")
     (here / "pickle.pt").write_bytes(b"\x80\x04")
