@@ -23,12 +23,12 @@ from bigdit.catalog.resolve import read_model_config
 from bigdit.checkpoint.folder import CHECKSUMS, STATE, Checkpoint, Peers, Saved, check_exported, open_checkpoint, verify
 from bigdit.config.load import parse_run
 from bigdit.config.run import RunConfig
-from bigdit.documents import differences, written
+from bigdit.documents import differences, read_json, written
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import EMA, SavedSlice, make_state, restore_numbers, state_slices
 from bigdit.errors import UserError
 from bigdit.models.lora_files import FILE as ADAPTERS
-from bigdit.models.lora_files import PEFT_FILE, TEXT_ENCODERS
+from bigdit.models.lora_files import PEFT_CONFIG, PEFT_FILE, TEXT_ENCODERS
 from bigdit.objective_spec import ObjectiveSpec, learned
 from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.units import MIB, how_many, in_groups
@@ -80,8 +80,8 @@ def check_whole(source: Path) -> None:
     )
 
 
-_OF_TEXT = re.compile(r"(text_encoder|text_model|lora_te)")
-"""Names of text encoders' adapters."""
+_OF_TEXT = re.compile(r"(text_encoder|text_model|lora_te|bundle_emb\.)")
+"""Names of text encoders' adapters, and of the embeddings that OneTrainer puts beside them."""
 
 
 def load_adapters(model: nn.Module, spec: ModelSpec, lora: LoraSpec, source: Path) -> list[str]:
@@ -99,7 +99,7 @@ def load_adapters(model: nn.Module, spec: ModelSpec, lora: LoraSpec, source: Pat
                 texts = {name: tensors[name] for name in sorted(of_text)}
                 notices += models.start_text_adapters(model, lora, texts, config)
             return notices
-        left = f"model.lora_from: {how_many(len(of_text), 'tensor')} of text encoders are left out"
+        left = f"model.lora_from: left out: {how_many(len(of_text), 'tensor')} of text encoders"
         return [*notices, *([left] if of_text else [])]
     except UserError as error:
         raise UserError(*(f"model.lora_from: {source}: {problem}" for problem in error.problems)) from None
@@ -125,17 +125,20 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         folders = (source, source / "transformer")
         folder = next((each for each in folders if (each / ADAPTERS).is_file()), source)
         check_exported(folder)
-        if not (folder / ADAPTERS).is_file():
+        if not any((folder / name).is_file() for name in (ADAPTERS, PEFT_FILE)):
             raise UserError(f"it holds no {ADAPTERS}; name a checkpoint (checkpoints/STEP of an output) or an export")
-        source = folder / ADAPTERS
+        source = folder / (ADAPTERS if (folder / ADAPTERS).is_file() else PEFT_FILE)
     problem = models.not_safetensors(source)
     if problem is not None:
         raise UserError(problem)
+    beside = source.with_name(PEFT_CONFIG)  # peft's own file has no alpha
     with safe_open(source, "pt") as file:
         try:
             described = dict(json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}")))
-        except (ValueError, TypeError, RecursionError):
-            raise UserError("its lora_adapter_metadata is no JSON of peft") from None
+            if source.name == PEFT_FILE and beside.exists():
+                described |= read_json(beside)
+        except (OSError, ValueError, TypeError, RecursionError):
+            raise UserError(f"its lora_adapter_metadata or {PEFT_CONFIG} is no JSON of peft") from None
         config = {key.removeprefix("transformer."): value for key, value in described.items()}
         return {name: file.get_tensor(name) for name in file.keys()}, config  # noqa: SIM118
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
@@ -83,7 +85,8 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
         elif problem := not_safetensors(folder):
             raise UserError(problem)
         else:
-            arguments["state_dict"] = dequantised(load_file(folder), arguments["dtype"])
+            tensors = dequantised(load_file(folder), arguments["dtype"])
+            arguments["state_dict"] = _of_open_clip(tensors, arguments["config"])
         model, info = kind.from_pretrained(
             folder if folder.is_dir() else None,
             local_files_only=True,
@@ -101,12 +104,27 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
             f"{key}: {folder} has fp8 weights with scales, which its library leaves out, the first {scales[0]}; take "
             "weights in 16 bits, or name the file as encoders.text.files"
         )
+    instead = "".join(f"; it holds {name} instead" for name in sorted(info["unexpected_keys"])[:1])
     for problem in ("missing_keys", "mismatched_keys"):
         names = sorted(str(name) for name in info[problem])
         if names:
             what = problem.removesuffix("_keys")
-            raise UserError(f"{key}: {folder} has {how_many(len(names), f'{what} weight')}, the first {names[0]}")
+            raise UserError(
+                f"{key}: {folder} has {how_many(len(names), f'{what} weight')}, the first {names[0]}{instead}"
+            )
     return model.eval()
+
+
+_OPEN_CLIP = "transformer.resblocks.0.ln_1.weight"
+
+
+def _of_open_clip(tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """The tensors by transformers' names, if a file or a part of it has OpenCLIP's."""
+    for name in tensors:
+        if name.endswith(_OPEN_CLIP):
+            prefix = name.removesuffix(_OPEN_CLIP)
+            return convert_open_clip_checkpoint(SimpleNamespace(config=config), tensors, prefix)  # type: ignore[no-any-return]
+    return tensors
 
 
 def load_from_file(kind: Any, key: str, file: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:

@@ -237,8 +237,8 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, in
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "first_stage_model.", "vae.")
 """Two prefixes for a transformer in a file, two for a VAE; others are of text encoders."""
 SCALES = ("scale_weight", "weight_scale")
-_UNUSED = (*SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
-"""Further tensors that ComfyUI stores for fp8 weights."""
+_UNUSED = (*SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant", "spiece_model")
+"""Further tensors that ComfyUI stores for fp8 weights, and a tokenizer."""
 
 
 _NONE: Mapping[str, Any] = MappingProxyType({})

@@ -173,7 +173,7 @@ _PREFIXES = re.compile(
     r"^(base_model\.model\.)?(transformer\.|(model\.)?diffusion_model\.|lora_unet_|lora_transformer_|lycoris_)?"
 )
 _PART = re.compile(
-    r"(?P<layer>.+?)[._](?P<kind>lora[._](A|B|down|up)|lora_magnitude_vector)(\.default)?(\.weight)?$"
+    r"(?P<layer>.+?)[._](?P<kind>lora(_linear_layer)?[._](A|B|down|up)|lora_magnitude_vector)(\.default)?(\.weight)?$"
     r"|(?P<other>.+)\.(?P<rest>alpha|dora_scale)$"
 )
 _KINDS = {"A": "down", "down": "down", "B": "up", "up": "up", "vector": "magnitudes"}
@@ -294,7 +294,8 @@ def _end(name: str) -> str:
 
 
 def _plain(layer: str) -> str:
-    return _PREFIXES.sub("", layer).replace(".", "_")
+    of_processor = layer.replace(".processor.to_out", ".to_out.0").replace(".processor.", ".")  # old names
+    return _PREFIXES.sub("", of_processor).replace(".", "_")
 
 
 def _parts(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
@@ -304,7 +305,9 @@ def _parts(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> di
         match = _PART.fullmatch(name)
         if match is None:
             kind = next((words for key, words in _OTHER_KINDS.items() if re.search(rf"[._]{key}", name)), "no LoRA")
-            raise UserError(f"its tensor {name} is of {kind}, and LoRA was expected")
+            raise UserError(
+                f"its tensor {name} is of {kind}, and LoRA was expected; merge it into the weights of model.init_from"
+            )
         kind = match["rest"] or _KINDS[re.split(r"[._]", match["kind"])[-1]]
         parts.setdefault(match["layer"] or match["other"], {})[kind] = (
             tensor.float().flatten(1) if tensor.ndim > 2 else tensor.float()
@@ -312,15 +315,28 @@ def _parts(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> di
     for layer, part in parts.items():
         if "dora_scale" in part:
             raise UserError(f"{layer} has a dora_scale, which depends on the weights below; take diffusers' file of it")
-        if not {"down", "up"} <= part.keys() or not len(part["down"]):
+        if not {"down", "up"} <= part.keys() or not part["down"].numel():
             raise UserError(f"{layer} lacks one of its two matrices")
+        if part["down"].ndim < 2 or part["up"].ndim < 2 or len(part["down"]) != part["up"].shape[1]:
+            raise UserError(f"{layer} has {[*part['down'].shape]} and {[*part['up'].shape]}, which do not multiply")
         rank = len(part["down"])
-        given = config.get("alpha_pattern", {}).get(layer, config.get("lora_alpha"))
-        alpha = part.pop("alpha", torch.tensor(float(rank if given is None else given))).item()
+        alpha = _alpha(layer, part.pop("alpha", None), config, rank)
         if not 0 < alpha < math.inf:
             raise UserError(f"{layer} has an alpha of {alpha:g}, and a number above 0 was expected")
         part["up"] = part["up"] * (alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
     return parts
+
+
+def _alpha(layer: str, own: torch.Tensor | None, config: Mapping[str, Any], rank: int) -> float:
+    """Its tensor's value, or peft's, or the rank; NaN if that is no number. peft's names lack prefixes of the file."""
+    try:
+        if own is not None:
+            return own.item()
+        ends = (each for name, each in config.get("alpha_pattern", {}).items() if f".{layer}".endswith(f".{name}"))
+        given = next(ends, config.get("lora_alpha"))
+        return float(rank if given is None else given)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return math.nan
 
 
 Rows = tuple[int, int, int, bool]

@@ -1,5 +1,6 @@
 """Text encoders in one file each, with the names and dtypes of ComfyUI's files."""
 
+import re
 import shutil
 
 import pytest
@@ -24,7 +25,7 @@ def scaled(tensors):
     """Matrices in fp8 with a scale for each, as ComfyUI stores them."""
     found = {"scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn), "spiece_model": torch.zeros(9, dtype=torch.uint8)}
     for name, tensor in tensors.items():
-        if tensor.ndim == 2 and "SelfAttention" in name and name.endswith(".weight"):
+        if tensor.ndim == 2 and re.search(r"(SelfAttention|attn|mlp)\.", name) and name.endswith(".weight"):
             scale = tensor.abs().max() / 448
             found[name] = (tensor / scale).to(torch.float8_e4m3fn)
             found[name.removesuffix("weight") + "scale_weight"] = scale
@@ -70,6 +71,66 @@ def test_captions_are_encoded_by_the_weights_of_the_files(pipeline):
     assert text_bytes(config) >= text_bytes(TextEncoderConfig(pipeline=whole))
 
 
+OPEN_CLIP = {
+    r"^text_model\.": "",
+    r"encoder\.layers": "transformer.resblocks",
+    r"(\d\.)layer_norm": r"\1ln_",
+    r"self_attn\.q_proj\.": "attn.in_proj_",
+    r"self_attn": "attn",
+    r"mlp\.fc1": "mlp.c_fc",
+    r"mlp\.fc2": "mlp.c_proj",
+    r"final_layer_norm": "ln_final",
+    r"embeddings\.position_embedding\.weight": "positional_embedding",
+    r"embeddings\.": "",
+    r"text_projection\.weight": "text_projection",
+}
+
+
+def of_open_clip(tensors):
+    """A CLIP by the names of OpenCLIP, where q, k and v are one tensor and the projection is turned."""
+    found = {}
+    for name, tensor in tensors.items():
+        if "q_proj" in name:
+            tensor = torch.cat([tensors[name.replace("q_proj", each)] for each in ("q_proj", "k_proj", "v_proj")])
+        if "text_projection" in name:
+            tensor = tensor.T.contiguous()
+        for here, there in OPEN_CLIP.items():
+            name = re.sub(here, there, name)
+        if ".k_proj" not in name and ".v_proj" not in name:
+            found[name] = tensor
+    return found
+
+
+@pytest.mark.parametrize("prefix", ["", "conditioner.embedders.1.model."])
+def test_a_clip_with_open_clips_names_is_read(pipeline, prefix):
+    whole, bare, files = pipeline
+    named = {prefix + name: each for name, each in of_open_clip(load_file(files["text_encoder_2"])).items()}
+    save_file(named | {f"{prefix}logit_scale": torch.ones(()), "other.weight": torch.ones(3)}, files["text_encoder_2"])
+    config = TextEncoderConfig(pipeline=bare, files=files)
+    expected, found = (load_text_encoder(each).encode(CAPTIONS) for each in (TextEncoderConfig(pipeline=whole), config))
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.states, other.states)
+        assert torch.equal(one.pooled, other.pooled)
+
+
+@pytest.mark.parametrize("name", ["QwenImagePipeline", "WanPipeline"])
+def test_comfyuis_scaled_language_models_are_read(tmp_path, name, capfd):
+    tiny_pipelines.save(tmp_path, name)
+    weights, file = tmp_path / "text_encoder/model.safetensors", tmp_path / "fp8_scaled.safetensors"
+    stored = scaled(load_file(weights))
+    save_file(stored, file)
+    one = torch.ones(())
+    rounded = {
+        key: stored[key].float() * stored.get(key.removesuffix("weight") + "scale_weight", one)
+        for key in load_file(weights)
+    }
+    save_file(rounded, weights, {"format": "pt"})
+    whole = load_text_encoder(TextEncoderConfig(pipeline=tmp_path)).encode(CAPTIONS)
+    found = load_text_encoder(TextEncoderConfig(pipeline=tmp_path, files={"text_encoder": file})).encode(CAPTIONS)
+    assert all(torch.equal(each.states, other.states) for each, other in zip(whole, found, strict=True))
+    assert "UNEXPECTED" not in "".join(capfd.readouterr())
+
+
 def test_a_store_holds_which_files_encoded_it(pipeline, tmp_path):
     _, bare, files = pipeline
     tiny_vaes.kl(shift_factor=0.0609).save_pretrained(tmp_path / "vae")
@@ -107,6 +168,10 @@ def test_a_store_holds_which_files_encoded_it(pipeline, tmp_path):
             "files.text_encoder: .*scaled.safetensors has 53 missing weights",
         ),
         ({"text_encoder": "open_clip"}, "files.text_encoder: .*open_clip.safetensors has 53 missing weights"),
+        (
+            {"text_encoder_3": "wan"},
+            "wan.safetensors has .* missing weights, .*; it holds blocks.0.attn.q.weight instead",
+        ),
         ({"text_encoder": "wide"}, "files.text_encoder: .*wide.safetensors .*mismatch"),
         ({"text_encoder": "pickle"}, "pickle.pt is a pickle, which may run any code; take the .safetensors of it"),
         ({}, "text_encoder: .*bare/text_encoder cannot be loaded"),
@@ -116,6 +181,7 @@ def test_a_file_that_is_no_such_encoder_is_named(pipeline, files, why):
     _, bare, known = pipeline
     here = bare.parent
     save_file({"transformer.resblocks.0.ln_1.bias": torch.zeros(4)}, here / "open_clip.safetensors")
+    save_file({"blocks.0.attn.q.weight": torch.zeros(4, 4)}, here / "wan.safetensors")
     wide = load_file(known["text_encoder"])
     save_file(wide | {"text_projection.weight": torch.zeros(5, 7)}, here / "wide.safetensors")
     (here / "pickle.pt").write_bytes(b"\x80\x04")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_loras import SPEC, TINY, spec_of, trained
 from torch import nn
 
@@ -83,6 +83,40 @@ def test_kohyas_names_and_alpha_are_read():
     assert change(model, lora, "transformer_blocks.0.attn.to_k").abs().max() == 0
 
 
+@pytest.mark.parametrize(
+    ("layer", "down", "up"),
+    [
+        ("transformer.transformer_blocks.0.attn.{}", "lora.down.weight", "lora.up.weight"),
+        ("transformer.transformer_blocks.0.attn.{}", "lora_linear_layer.down.weight", "lora_linear_layer.up.weight"),
+        ("transformer.transformer_blocks.0.attn.processor.{}_lora", "down.weight", "up.weight"),
+        ("transformer.transformer_blocks.0.attn.{}", "lora_down.weight", "lora_up.weight"),  # OneTrainer
+        ("lora_transformer_transformer_blocks_0_attn_{}", "lora_down.weight", "lora_up.weight"),
+        ("lycoris_transformer_blocks_0_attn_{}", "lora_down.weight", "lora_up.weight"),
+        ("diffusion_model.transformer_blocks.0.attn.{}", "lora_A.weight", "lora_B.weight"),  # ai-toolkit
+        ("base_model.model.transformer_blocks.0.attn.{}", "lora_A.default.weight", "lora_B.default.weight"),
+    ],
+)
+def test_names_of_other_trainers_are_read(tmp_path, layer, down, up):
+    """Without an alpha, it is the rank. What OneTrainer keeps of text encoders is left out, and counted."""
+    torch.manual_seed(0)
+    lora = LoraSpec(rank=2, alpha=2.0, targets=("to_q", "to_out.0"))
+    tensors = {"bundle_emb.cat.t5_out": torch.ones(2, 4)}
+    last = "to_out" if "processor" in layer else "to_out_0" if "blocks_0" in layer else "to_out.0"
+    own = {"to_q": "to_q", "to_out.0": last}
+    file = tmp_path / "lora.safetensors"
+    for name in own.values():
+        tensors[f"{layer.format(name)}.{down}"] = torch.randn(2, 16)
+        tensors[f"{layer.format(name)}.{up}"] = torch.randn(16, 2)
+    save_file(tensors, file)
+    model = models.build(FLUX, device="cpu", dtype=torch.float32, seed=0)
+    apply_lora(model, models.family(FLUX.class_name), lora, seed=1)
+    notices = checkpoint.load_adapters(model, FLUX, lora, file)
+    assert notices[-1] == "model.lora_from: left out: 1 tensor of text encoders"
+    for name, there in own.items():
+        expected = tensors[f"{layer.format(there)}.{up}"] @ tensors[f"{layer.format(there)}.{down}"]
+        torch.testing.assert_close(change(model, lora, f"transformer_blocks.0.attn.{name}"), expected)
+
+
 @pytest.mark.parametrize(("rank", "exact"), [(6, True), (3, True), (2, False)])
 def test_another_rank_is_exact_or_the_nearest(rank, exact):
     """By the largest singular values of B·A, here of rank 3."""
@@ -116,6 +150,46 @@ def test_pefts_configuration_scales():
         torch.testing.assert_close(change(model, lora, layer), torch.full((16, 16), 4.0 * scale))
 
 
+@pytest.mark.parametrize("prefix", ["", "transformer.", "base_model.model."])
+def test_an_alpha_of_its_own_counts_whatever_the_prefix(prefix):
+    """diffusers' and peft's settings name layers without the prefix that their tensors have."""
+    layer = "transformer_blocks.0.attn.to_q"
+    tensors = {f"{prefix}{layer}.lora_B.weight": torch.ones(16, 4), f"{prefix}{layer}.lora_A.weight": torch.ones(4, 16)}
+    lora = LoraSpec(rank=4, alpha=4.0, targets=("to_q",))
+    model, _ = started(FLUX, lora, tensors, {"lora_alpha": 1, "alpha_pattern": {layer: 8}})
+    torch.testing.assert_close(change(model, lora, layer), torch.full((16, 16), 8.0))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_pefts_folder_and_its_file_have_the_alpha_beside(tmp_path, whole):
+    layer = "transformer_blocks.0.attn.to_q"
+    pair = {"lora_B": torch.ones(16, 4), "lora_A": torch.ones(4, 16)}
+    save_file(
+        {f"base_model.model.{layer}.{key}.weight": each for key, each in pair.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    lora = LoraSpec(rank=4, alpha=4.0, targets=("to_q",))
+    model = models.build(FLUX, device="cpu", dtype=torch.float32, seed=0)
+    apply_lora(model, models.family(FLUX.class_name), lora, seed=1)
+    checkpoint.load_adapters(model, FLUX, lora, tmp_path if whole else tmp_path / "adapter_model.safetensors")
+    torch.testing.assert_close(change(model, lora, layer), torch.full((16, 16), 8.0))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lora_alpha": "x"},
+        {"lora_alpha": [1]},
+        {"alpha_pattern": [1]},
+        {"lora_alpha": 4, "alpha_pattern": {"to_q": {}}},
+    ],
+)
+def test_settings_that_are_no_numbers_are_named(config):
+    with pytest.raises(UserError, match="to_q has an alpha of nan, and a number above 0 was expected"):
+        started(FLUX, LoraSpec(rank=2), PAIR, config)
+
+
 ONE = "transformer.transformer_blocks.0.attn.to_q"
 PAIR = {f"{ONE}.lora_A.weight": torch.ones(2, 16), f"{ONE}.lora_B.weight": torch.ones(16, 2)}
 
@@ -126,7 +200,10 @@ PAIR = {f"{ONE}.lora_A.weight": torch.ones(2, 16), f"{ONE}.lora_B.weight": torch
         ({}, {}, "it holds no LoRA"),
         ({f"{ONE}.lora_A.weight": torch.ones(2, 16)}, {}, f"{ONE} lacks one of its two matrices"),
         (PAIR | {f"{ONE}.alpha": torch.tensor(0.0)}, {}, f"{ONE} has an alpha of 0, and a number above 0 was expected"),
-        (PAIR | {f"{ONE}.lokr_w1": torch.ones(2)}, {}, f"its tensor {ONE}.lokr_w1 is of LoKr, and LoRA was expected"),
+        (PAIR | {f"{ONE}.alpha": torch.ones(3)}, {}, f"{ONE} has an alpha of nan, and a number above 0 was expected"),
+        (PAIR | {f"{ONE}.lora_A.weight": torch.ones(3, 16)}, {}, r"has \[3, 16\] and \[16, 2\], which do not multiply"),
+        (PAIR | {f"{ONE}.lora_A.weight": torch.ones(3)}, {}, r"has \[3\] and \[16, 2\], which do not multiply"),
+        (PAIR | {f"{ONE}.lokr_w1": torch.ones(2)}, {}, rf"its tensor {ONE}.lokr_w1 is of LoKr, .*; merge it into"),
         (PAIR | {f"{ONE}.dora_scale": torch.ones(16, 1)}, {}, f"{ONE} has a dora_scale, which depends on the weights"),
         (PAIR, {"dora": True}, "it has no magnitudes; set strategy.lora.dora to false"),
         (PAIR | {f"{ONE}.lora_magnitude_vector": torch.ones(16)}, {}, r"it has magnitudes \(DoRA\); set strategy"),
