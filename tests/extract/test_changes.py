@@ -110,7 +110,7 @@ def test_a_store_is_as_it_was_until_its_growth_is_complete(folder, tmp_path):
     assert changed(images, features, ["--end-index", "7"])  # like one that is killed after its first part
     assert len(parts(features)) == 4
     assert trained_on(features) == before
-    assert "changes of its sources are encoded in part, and not used" in bigdit("features", "info", features).stdout
+    assert "changes of its sources are only partly encoded, and not used" in bigdit("features", "info", features).stdout
     assert changed(images, features) == []  # it resumes
     assert trained_on(features) == sorted([*before[1:], "caption A", "caption x", "caption y", "caption z"])
 
