@@ -119,6 +119,7 @@ def _check_images(request: ResolvedRequest, images: Path) -> None:
     from bigdit.config.data import DataConfig
     from bigdit.report.how_to_run import source_of
     from bigdit.sources.open import check_sources, kind_of, open_source
+    from bigdit.sources.videos import moves
 
     frames = [request.frames] if request.frames else []
     clip = request.model.clip
@@ -126,5 +127,17 @@ def _check_images(request: ResolvedRequest, images: Path) -> None:
     data |= {"references": request.model.references, **({"fps": clip.fps} if clip else {})}
     found = DataConfig.model_validate(data)
     check_sources(found, listed=False)
-    if kind_of(found.images[0], "data.images") != "webdataset":
-        log.notice(f"found {how_many(len(open_source(found)), 'sample' if clip else 'image')} in {images}")
+    kind = kind_of(found.images[0], "data.images")
+    if kind == "webdataset":
+        return
+    source = open_source(found)
+    count = len(source)
+    if kind == "folder" and (request.frames or 1) > 1:
+        count = sum(moves(images / each.name) for each in source.entries())
+    if not count:
+        raise UserError(
+            f"--images: {images} holds {how_many(len(source), 'image')} and no video, and {request.model.name} trains "
+            f"on {request.frames} frames; name a folder of videos, or a model of images"
+        )
+    left = f"; {how_many(len(source) - count, 'image')} of one frame will be skipped" if count < len(source) else ""
+    log.notice(f"found {how_many(count, 'video' if left else 'sample' if clip else 'image')} in {images}{left}")

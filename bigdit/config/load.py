@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from bigdit.config.plan_file import PlanFile, plan_notices, read_plan_file
 from bigdit.config.run import RunConfig
-from bigdit.config.wrong import shown, wrong
+from bigdit.config.wrong import meant_within, shown, wrong
 from bigdit.dist import processes_here
 from bigdit.documents import at, differences, parse_json, parse_yaml, read_mapping, written
 from bigdit.errors import UserError, nearest
@@ -50,8 +50,7 @@ def parse_run(document: dict[str, Any], source: str = "", world_size: int | None
         problems = wrong(error, document, RunConfig)
         if not known:  # of another trainer
             sections = ", ".join(name for name, field in RunConfig.model_fields.items() if field.is_required())
-            meant = (line for line in problems if ": unknown key; did you mean " in line)
-            problems = [f"it has none of {sections}; {_BEGIN}", *meant]
+            problems = [f"it has none of {sections}; {_BEGIN}", *meant_within(document)]
     except UserError as error:
         problems = list(error.problems)
     raise UserError(*(f"{source}: {line}" if source else line for line in problems))

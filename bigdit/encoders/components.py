@@ -20,9 +20,10 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
-from bigdit.config.data import TextEncoderConfig
-from bigdit.documents import read_json
+from bigdit.config.data import EncodersConfig, TextEncoderConfig, VaeCodec
+from bigdit.documents import read_json, weight_files
 from bigdit.encoders.folder import check_files, load_from, read_config, weights_sample
+from bigdit.encoders.host_bytes import WEIGHTS
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError, nearest
 from bigdit.store.tensors import config_digest, lines_digest, weights_digest
@@ -80,7 +81,7 @@ def load_text_pipeline(
     if class_name not in RECIPES:
         raise UserError(f"{KEY}: {folder} holds a {class_name}, which is not supported; {nearest(class_name, RECIPES)}")
     pipeline = getattr(diffusers, class_name)
-    parts = {name: entry for name, entry in index.items() if _is_text(name) and isinstance(entry, list) and any(entry)}
+    parts = {name: entry for name, entry in index.items() if is_text(name) and isinstance(entry, list) and any(entry)}
     encoders = [name for name in parts if not name.startswith("tokenizer")]
     if unknown := [name for name in files if name not in encoders]:
         raise UserError(f"{_FILES} has {unknown[0]}, which {folder} has not; {nearest(unknown[0], encoders)}")
@@ -88,7 +89,7 @@ def load_text_pipeline(
         name: load_part(KEY, folder, name, entry, dtype, device, files.get(name)) for name, entry in parts.items()
     }
     parameters = inspect.signature(pipeline.__init__).parameters
-    _check_all(folder, class_name, [name for name in parameters if _is_text(name)], loaded)
+    _check_all(folder, class_name, [name for name in parameters if is_text(name)], loaded)
     absent: dict[str, Any] = {
         name: None for name, each in parameters.items() if each.default is each.empty and name != "self"
     }
@@ -105,7 +106,7 @@ def describe(config: TextEncoderConfig, folder: Path, pipeline: Any) -> dict[str
     """The class and digests of each text encoder and tokenizer. Reads all weights."""
     described: dict[str, Any] = {}
     for name, part in sorted(pipeline.components.items()):
-        if part is None or not _is_text(name):
+        if part is None or not is_text(name):
             continue
         if isinstance(part, torch.nn.Module):
             saved = read_config(KEY, folder / name)
@@ -142,7 +143,8 @@ def read_index(setting: str, folder: Path) -> dict[str, Any]:
     return index
 
 
-def _is_text(name: str) -> bool:
+def is_text(name: str) -> bool:
+    """Whether a part of a pipeline is a text encoder or a tokenizer."""
     return _TEXT.fullmatch(name) is not None
 
 
@@ -155,6 +157,35 @@ def _check_all(folder: Path, class_name: str, names: Sequence[str], loaded: Mapp
             f"{KEY}: {folder / _INDEX} names no {' and no '.join(missing)}, which {class_name} needs for captions; "
             "save them there with save_pretrained, and name their classes in it"
         )
+
+
+def lacking(encoders: EncodersConfig) -> list[str]:
+    """`encoders.image.path vae/config.json`: each file of the encoders that is missing, with its key; nothing is
+    loaded."""
+    image, text = encoders.image, encoders.text
+    found = []
+    if isinstance(image, VaeCodec) and image.path.is_dir():
+        found += [f"encoders.image.path {path}" for path in _missing(image.path)]
+    if text is None or text.pipeline is None or not text.pipeline.is_dir():
+        return found
+    index = read_index(KEY, text.pipeline)
+    parts = [name for name, entry in index.items() if is_text(name) and isinstance(entry, list) and any(entry)]
+    for name in parts or ["text_encoder", "tokenizer"]:
+        folder, weights = text.pipeline / name, name not in text.files
+        tokens = name.startswith("tokenizer")
+        found += [
+            f"{KEY} {path}" for path in ([folder] * (not folder.is_dir()) if tokens else _missing(folder, weights))
+        ]
+    return found
+
+
+def _missing(folder: Path, weights: bool = True) -> list[Path]:
+    """The files that the folder of a model lacks."""
+    try:
+        files = weight_files(folder, *WEIGHTS)[0] or [folder / WEIGHTS[0]]
+    except (OSError, ValueError):  # loading says why
+        files = []
+    return [each for each in (folder / "config.json", *(files if weights else ())) if not each.exists()]
 
 
 def load_part(

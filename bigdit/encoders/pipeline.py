@@ -14,7 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from bigdit.catalog.families import mask_of
 from bigdit.config.data import TextEncoderConfig
-from bigdit.encoders.components import KEY, ProcessorTokenizer, TokenizerCalls, describe, load_text_pipeline
+from bigdit.encoders.components import (
+    KEY,
+    ProcessorTokenizer,
+    TokenizerCalls,
+    describe,
+    is_text,
+    load_text_pipeline,
+)
 from bigdit.encoders.folder import DTYPES
 from bigdit.encoders.protocol import MAX_TOKENS, BatchSize, Images, Keep, as_it_is, encode_by_length, is_clip
 from bigdit.encoders.recipes import RECIPES, EncodingRecipe, Padding
@@ -87,6 +94,12 @@ class PipelineTextEncoder:
         except Exception as error:  # for unexpected parts, the pipeline raises any class
             if ran_out(error):
                 raise
+            absent = sorted(name for name, part in self._pipeline.components.items() if is_text(name) and part is None)
+            if absent:
+                raise UserError(
+                    f"{KEY}: {self._folder} has no {' and no '.join(absent)}, and {self._class_name} cannot encode "
+                    "captions without; fetch the whole pipeline by `hf download`"
+                ) from None
             raise UserError(
                 f"{KEY}: {self._folder} cannot encode the empty caption: {' '.join(str(error).split())}; its "
                 "tokenizers and text encoders may be of different models, or the caption has no token"

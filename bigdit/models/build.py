@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -51,14 +51,40 @@ def build(spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype, se
 def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
     """The model in CPU memory with the safetensors weights of a folder or a file. Raises UserError if they do not
     fit."""
-    check_folder(spec, folder)
+    return _in_training(_filled(spec, folder, dtype, load_file), dtype)
+
+
+def check_folder(spec: ModelSpec, folder: Path) -> None:
+    """Raise UserError if the names or shapes of a folder's or a file's tensors do not fit. Reads only headers."""
+    _filled(spec, folder, torch.bfloat16, _without_values)
+
+
+Read = Callable[[Path], dict[str, torch.Tensor]]
+
+
+def _without_values(file: Path) -> dict[str, torch.Tensor]:
+    with safe_open(file, "np") as opened:  # this reads the header only
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
+        return {name: torch.empty(each.get_shape(), dtype=_kind(each), device="meta") for name, each in slices.items()}
+
+
+def _kind(tensor: Any) -> torch.dtype:
+    """A dtype of the same kind: floating-point or integers."""
+    name = tensor.get_dtype()
+    return torch.bfloat16 if "F" in name else torch.int8 if name == "I8" else torch.uint8
+
+
+def _filled(spec: ModelSpec, folder: Path, dtype: torch.dtype, read: Read) -> nn.Module:
+    """The model with the tensors that `read` finds in files. Raises UserError if they do not fit."""
+    if problem := lacking(folder):
+        raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {problem}")
     model_class = _model_class(spec)
     try:
         config = {} if folder.is_file() else model_class.load_config(folder, local_files_only=True)
         with init_empty_weights(include_buffers=False):
             model = model_class.from_config(config, **spec.kwargs)  # the spec wins over the folder's config
         family(spec.class_name).prepare(model)
-        missing, unexpected = fill(model, folder, dtype=dtype)
+        missing, unexpected = fill(model, folder, dtype=dtype, read=read)
     except Exception as error:  # of any class: from a constructor, or from damaged files
         if ran_out(error):
             raise
@@ -69,13 +95,7 @@ def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
             f"{folder} holds weights of another {spec.class_name}: {how_many(missing, 'tensor')} missing "
             f"and {unexpected} unexpected"
         )
-    return _in_training(model, dtype)
-
-
-def check_folder(spec: ModelSpec, folder: Path) -> None:
-    """Raise UserError if the folder lacks files of diffusers' weights. `load` checks their contents."""
-    if missing := lacking(folder):
-        raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {missing}")
+    return model
 
 
 def skeleton(spec: ModelSpec, *, dtype: torch.dtype) -> nn.Module:
@@ -208,7 +228,7 @@ def not_safetensors(file: Path) -> str | None:
         return f"{file.name} is no safetensors file, or is cut off ({error})"
 
 
-def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, int]:
+def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype, read: Read = load_file) -> tuple[int, int]:
     """Load the tensors of a folder or a single file into the model, by name, in `dtype`.
 
     Returns how many tensors are missing and how many are unexpected. Tensors that are in `dtype` already stay mapped:
@@ -217,7 +237,7 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, in
     """
     lacking, unexpected = set(model.state_dict()), set()
     if folder.is_file():
-        tensors = read_single_file(type(model).__name__, folder, model.state_dict(), dtype=dtype)
+        tensors = read_single_file(type(model).__name__, folder, model.state_dict(), dtype=dtype, read=read)
         found = model.load_state_dict(tensors, strict=False, assign=True)
         return len(found.missing_keys), len(found.unexpected_keys)
     for file in weight_files(folder, _FILE)[0]:
@@ -225,7 +245,7 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, in
         if leads_out(folder, file):
             raise OSError(f"{file.name} is a link out of its folder; copy there what it leads to")
         try:
-            tensors = load_file(file)
+            tensors = read(file)
         except SafetensorError as error:
             raise OSError(f"{file.name}: {error}") from error
         found = model.load_state_dict(dequantised(tensors, dtype), strict=False, assign=True)
@@ -245,13 +265,19 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def read_single_file(
-    class_name: str, file: Path, wanted: Mapping[str, Any], *, dtype: torch.dtype, config: Mapping[str, Any] = _NONE
+    class_name: str,
+    file: Path,
+    wanted: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    config: Mapping[str, Any] = _NONE,
+    read: Read = load_file,
 ) -> dict[str, torch.Tensor]:
     """The tensors of a file by diffusers' names, in `dtype`. `wanted`: the model's, by name; `config`: a VAE's.
 
     Raises UserError if diffusers has no converter, or the file is of another model.
     """
-    tensors = dequantised(load_file(file), dtype)
+    tensors = dequantised(read(file), dtype)
     prefixes = _PREFIXES[2:] if config else _PREFIXES[:2]
     prefix = next((each for each in prefixes if any(name.startswith(each) for name in tensors)), "")
     tensors = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}

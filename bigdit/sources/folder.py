@@ -365,9 +365,9 @@ class Listing:
         """All masks and references in a folder, which are no images by themselves; the masks by owner; the references
         by mark and owner. Counts those that the source does not use in `ignored`."""
         marked_by, all_marked = dict[str, dict[str, str]](), set[str]()
-        referring = {name for name in entries if REFERENCE in name.lower()}
-        marks = [(MASK, self._config.mask == "file", entries)]
-        marks += [(each, each in self._edited, referring) for each in reference_marks(MOST_REFERENCES)]
+        referring = {name for name in entries if REFERENCE in name.lower()}  # most folders have none
+        marks = [(MASK, self._config.mask == "file", entries), (REFERENCE, REFERENCE in self._edited, entries)]
+        marks += [(each, each in self._edited, referring) for each in reference_marks(MOST_REFERENCES)[1:]]
         for mark, used, names in marks:
             found = marked(names, mark)
             if found and not used:

@@ -138,8 +138,8 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 MASK, REFERENCE = ".mask", ".reference"
 """The ends of the stems of masks and references."""
 
-OTHER_MASKS = ("_mask", "-masklabel")
-"""The ends of masks of other trainers. OneTrainer's is the second."""
+OTHERS = {MASK: ("_mask", "-masklabel"), REFERENCE: ("-condlabel",)}
+"""The ends of masks and references of other trainers. OneTrainer's end in `label`."""
 
 
 def reference_marks(references: int) -> list[str]:
@@ -155,11 +155,11 @@ def usual_mark(image: str, mark: str) -> str:
 def marked(names: Collection[str], mark: str) -> dict[str, str]:
     """The images of a folder whose stem ends with a mark, in any case and with any suffix, by name. PNG come last.
 
-    The values are the stems of the images that they belong to, as from `owner`. Masks of other trainers come first.
+    The values are the stems of the images that they belong to, as from `owner`. Those of other trainers come first.
     They count only beside that image, and without a text of their own.
     """
     others: dict[str, str] = {}
-    for end in OTHER_MASKS if mark == MASK else ():
+    for end in OTHERS.get(mark, ()):
         others |= _ending(names, end)
     if others:
         owners = {owner(name) for name in names if os.path.splitext(name)[1].lower() in SUFFIXES}

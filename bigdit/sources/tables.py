@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
+import itertools
 import os
 import re
+import tokenize
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -251,13 +254,21 @@ def _listed(cell: Any, base: Path) -> tuple[ImageBytes, ...]:
 
 
 def _values(cell: Any) -> list[Any]:
-    """The values of a cell: one, or a list. In CSV the list is JSON, or as Python prints it."""
+    """The values of a cell: one, or a list. In CSV the list is JSON, or as Python or NumPy prints it."""
     if isinstance(cell, str) and cell.startswith("["):
         with contextlib.suppress(ValueError):
             return parse_json(cell.encode())
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            return found if isinstance(found := ast.literal_eval(cell), list) else [cell]
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError, tokenize.TokenError):
+            return found if isinstance(found := ast.literal_eval(_with_commas(cell)), list) else [cell]
     return cell if isinstance(cell, list) else [cell]
+
+
+def _with_commas(cell: str) -> str:
+    """A printed list, with commas between texts that NumPy leaves out: Python would join these texts."""
+    parts = [each for each in tokenize.generate_tokens(io.StringIO(cell).readline) if each.string.strip()]
+    kinds = [each.type for each in parts]
+    commas = [kind == next_kind == tokenize.STRING for kind, next_kind in itertools.pairwise(kinds)]
+    return "".join(each.string + ("," if comma else " ") for each, comma in zip(parts, [*commas, False], strict=True))
 
 
 # The kind of a column's cells. Cells of CSV are always text.

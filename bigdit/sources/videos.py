@@ -119,6 +119,17 @@ def is_video(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
+def moves(path: Path) -> bool:
+    """Whether a file is a video or an animated image. Reads the header of an image."""
+    if is_video(path):
+        return True
+    try:
+        with opened_file(path) as file, Image.open(file, formats=_FORMATS) as image:
+            return bool(getattr(image, "is_animated", False))
+    except Exception:  # of any class: extraction says what is wrong with it
+        return False
+
+
 def video_frames(path: Path, clip: Clip, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
     """The clip's frames in RGB, upright, with square pixels, over white.
 

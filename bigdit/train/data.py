@@ -20,6 +20,7 @@ from bigdit.config.data import DataConfig
 from bigdit.config.load import of_each
 from bigdit.config.plan_file import PlanFile
 from bigdit.dist import World
+from bigdit.encoders.components import lacking
 from bigdit.encoders.fit import smaller_than_planned, store_misfits
 from bigdit.errors import UserError
 from bigdit.loader.online import RawStore, RunEncoders, more_than_planned, open_online
@@ -59,6 +60,7 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
         each = stages[number]
         data, encoders = each.stage.run.data, each.stage.run.encoders.model_dump()
         absent = [f"{key} {path}" for key, path in paths(encoders, "encoders") if not path.exists()]
+        absent += lacking(each.stage.run.encoders)
         if data.features is None:  # features online
             open_source(data)
             return [f"missing, and each step needs it: {', '.join(absent)}"] if absent else []

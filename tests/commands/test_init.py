@@ -53,6 +53,17 @@ def test_it_asks_for_what_is_left_out_and_writes_a_run_that_loads(tmp_path):
     assert (status, "exists already, and was not changed; name another folder" in out) == (1, True)
 
 
+def test_images_are_no_videos(tmp_path):
+    save(tmp_path / "photos/1.png", "a photo")
+    options = ("--model", "wan2.1-t2v-1.3b", "--gpu", "rtx-4090", "--lora", "16", "--images", str(tmp_path / "photos"))
+    done = in_process("init", *options, "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"error: --images: {tmp_path}/photos holds 1 image and no video, and wan2.1-t2v-1.3b trains on 81 frames; name "
+        "a folder of videos, or a model of images\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -87,6 +87,53 @@ def test_a_whole_config_of_another_trainer_is_named_as_such(tmp_path, name, text
         assert re.fullmatch(line.format(begin), problem)
 
 
+AI_TOOLKIT = """
+job: extension
+config:
+  name: fox
+  process:
+    - type: sd_trainer
+      network: {type: lora, linear: 16, linear_alpha: 16}
+      save: {dtype: float16, save_every: 250, max_step_saves_to_keep: 4}
+      datasets:
+        - {folder_path: foxes, caption_ext: txt, cache_latents_to_disk: true, resolution: [512, 768]}
+      train: {batch_size: 1, steps: 2000, gradient_accumulation_steps: 1, lr: 1e-4, optimizer: adamw8bit}
+      model: {name_or_path: black-forest-labs/FLUX.1-dev, quantize: true}
+      sample: {sample_every: 250, prompts: [a fox], guidance_scale: 4, sample_steps: 20, walk_seed: true}
+"""
+
+
+def test_a_config_is_answered_at_any_depth(tmp_path):
+    (tmp_path / "job.yaml").write_text(AI_TOOLKIT)
+    with pytest.raises(UserError) as error:
+        load_run(tmp_path / "job.yaml")
+    place, lines = f"{tmp_path}/job.yaml: config.process.0.", error.value.problems[1:]
+    found = dict(line.removeprefix(place).split(": unknown key; did you mean ") for line in lines)
+    assert {key: meant.partition("?")[0] for key, meant in found.items()} == {
+        "network.linear": "strategy.lora.rank",
+        "network.linear_alpha": "strategy.lora.alpha",
+        "save.dtype": "strategy.precision",
+        "save.save_every": "train.checkpoint_every",
+        "save.max_step_saves_to_keep": "train.keep_checkpoints",
+        "datasets": "data",
+        "datasets.0.folder_path": "data.images",
+        "datasets.0.caption_ext": "data.images.captions",
+        "datasets.0.cache_latents_to_disk": "data.features",
+        "datasets.0.resolution": "data.buckets",
+        "train.batch_size": "strategy.micro_batch_size",
+        "train.steps": "train.steps",
+        "train.gradient_accumulation_steps": "strategy.grad_accum_steps",
+        "train.lr": "strategy.optimizer.lr",
+        "train.optimizer": "strategy.optimizer",
+        "model.name_or_path": "model.name",
+        "model.quantize": "strategy.lora.base",
+        "sample.sample_every": "samples.every",
+        "sample.prompts": "samples.captions",
+        "sample.guidance_scale": "samples.guidance",
+        "sample.sample_steps": "samples.steps",
+    }
+
+
 def test_a_strategy_is_answered_by_its_own_keys():
     with pytest.raises(UserError, match=r"^--strategy: batch_size: unknown key; did you mean micro_batch_size\?"):
         parse_strategy(["single,batch_size=4"])

@@ -424,6 +424,11 @@ def test_pipelines_that_cannot_be_used_are_named(tmp_path):
     index.write_text('{"_class_name": "WanPipeline", "text_encoder": ["custom", "Encoder"]}')
     with pytest.raises(UserError, match=r"has custom\.Encoder as text_encoder, which is not supported; did you"):
         load()
+    index.write_text('{"_class_name": "WanPipeline"}')
+    with pytest.raises(
+        UserError, match=r"has no text_encoder and no tokenizer, and WanPipeline cannot encode captions"
+    ):
+        load()
     tiny_pipelines.save(tmp_path, "WanPipeline")
     (tmp_path / "text_encoder/model.safetensors").unlink()
     with pytest.raises(UserError, match=r"encoders\.text\.pipeline: text_encoder: .* cannot be loaded"):

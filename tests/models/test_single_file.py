@@ -48,7 +48,9 @@ def wan():
 
 
 def loaded(source, spec=WAN, dtype=torch.float32):
-    return load_model(spec, source, dtype=dtype).state_dict()
+    found = load_model(spec, source, dtype=dtype).state_dict()
+    models.check_folder(spec, source)  # it fits by its header alone, too
+    return found
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusers"])

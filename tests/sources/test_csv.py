@@ -55,8 +55,10 @@ def test_a_cell_may_hold_a_list_of_captions(folder):
         "images/3.png\t[1girl], smile\n"
         "images/4.png\t[]\n"
         'images/5.png\t["a", 5]\n'
+        'images/6.png\t"[\'a dog\' ""the dog\'s own""\n \'a cat\']"\n'
     )
-    items = opened(str(folder / "list.tsv")).items(0, 9)
+    *items, numpy = opened(str(folder / "list.tsv")).items(0, 9)
+    assert texts(numpy) == [(each, 1) for each in ("a dog", "the dog's own", "a cat")]
     assert texts(items[0]) == [("a cat", 1), ("a cat, at length", 1)]
     assert texts(items[1]) == [("a dog", 1), ("the dog's own", 1)]
     assert texts(items[2]) == [("[1girl], smile", 1)]

@@ -264,6 +264,20 @@ def test_references_are_found_by_any_name_of_an_image_and_bad_ones_are_a_line_ea
         opened(str(tmp_path / "below"), references=1)
 
 
+def test_references_named_as_for_other_trainers_are_none_themselves(tmp_path, capsys):
+    save(tmp_path / "a.png", "an edit")
+    save(tmp_path / "b-condlabel.png", "a photo of a label")
+    for name in ("a-condlabel.png", "no-condlabel.png"):
+        gradient().convert("RGB").save(tmp_path / name)
+    names = ["a.png", "b-condlabel.png", "no-condlabel.png"]
+    found = opened(str(tmp_path), references=1).items(0, 9)
+    assert [item.name for item in found] == names
+    assert len(found[0].load().references) == 1
+    capsys.readouterr()
+    assert [item.name for item in opened(str(tmp_path)).items(0, 9)] == names
+    assert f"other files in {tmp_path} are ignored: 1 reference\n" in capsys.readouterr().err
+
+
 def test_later_references_may_be_missing_where_the_fewest_are_set(tmp_path):
     for name, marks in {"a": "12", "b": "1", "c": "2", "d": ""}.items():
         save(tmp_path / f"{name}.png", "an edit")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import pytest
+import tiny_pipelines
 import torch
 import yaml
 from commands import DIGITS, SINGLE, TINY, with_set
 
+from bigdit import models
+from bigdit.catalog.resolve import model_spec
 from bigdit.cli import main
-from bigdit.config import load_stages
+from bigdit.config import load_run, load_stages
 from bigdit.errors import UserError
 from bigdit.recipes import recipe
 from bigdit.train.state import shape_errors
@@ -60,6 +65,24 @@ def test_encoders_that_are_missing_are_named(capsys):
     status, _, message = dry_run(capsys, "data.features=/none", "encoders.text={path: /t5}")
     assert status == 0
     assert "note: missing, and `bigdit extract` needs it to fill /none: encoders.text.path /t5\n" in message
+
+
+def test_files_that_the_folders_of_encoders_lack_are_named(capsys, tmp_path):
+    def missing(**files):
+        text = {"pipeline": str(tmp_path), "files": files}
+        status, _, message = dry_run(capsys, "data.features=/none", f"encoders.text={json.dumps(text)}")
+        (line,) = (each for each in message.splitlines() if "encoders.text.pipeline" in each)
+        assert (status, line.count(f"{tmp_path}/")) == (0, line.count("encoders.text.pipeline"))
+        return re.findall(rf"{tmp_path}/([\w./]+)", line)
+
+    index = {"_class_name": "WanPipeline"}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert missing() == ["text_encoder/config.json", "text_encoder/model.safetensors", "tokenizer"]
+    tiny_pipelines.save(tmp_path, "WanPipeline")
+    (tmp_path / "text_encoder/model.safetensors").unlink()
+    assert missing() == ["text_encoder/model.safetensors"]
+    shutil.rmtree(tmp_path / "tokenizer")
+    assert missing(text_encoder=str(DIGITS)) == ["tokenizer"]
 
 
 SWAPPING = (
@@ -164,14 +187,26 @@ def test_what_is_left_out_is_what_the_class_takes_for_it(capsys, tmp_path, left_
     assert dry_run(capsys, *overrides, config=config) == (1, "", f"error: {line}\n")
 
 
+def write_header(spec, folder):
+    """Weights of a model in a sparse file: a safetensors header, and no values."""
+    header, end = {}, 0
+    for name, tensor in models.outline(spec).state_dict().items():
+        begin, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with open(folder / "diffusion_pytorch_model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
 def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path):
     """Qwen-Image gets patches of 2 × 2 as channels, but its out_channels counts a pixel's."""
     document = yaml.safe_load(recipe("qwen-image-lora-rtx-4090").text)
     document["model"]["init_from"] = str(tmp_path)
-    for name in ("config.json", "diffusion_pytorch_model.safetensors"):  # --dry-run reads none of their content
-        (tmp_path / name).touch()
+    (tmp_path / "config.json").write_text("{}")
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(document))
+    write_header(model_spec(load_run(config).model), tmp_path)
     status, _, message = dry_run(capsys, config=config)
     assert (status, message.count("note: data.images: "), message.count("\n")) == (
         0,
@@ -220,7 +255,8 @@ def test_the_folder_of_a_pipeline_is_no_transformers(capsys, tmp_path):
 def test_weights_of_another_shape_than_the_class_takes_are_refused(capsys, tmp_path):
     """They would load, but the run could neither resume nor be sampled."""
     (tmp_path / "config.json").write_text(json.dumps(ARGUMENTS | {"_class_name": "SanaTransformer2DModel"}))
-    (tmp_path / "diffusion_pytorch_model.safetensors").touch()
+    spec = model_spec(load_run(DIGITS).model)
+    write_header(spec, tmp_path)
     left_out = {key: value for key, value in ARGUMENTS.items() if key not in ("num_layers", "sample_size")}
     starts = ("data.images=/nowhere", "data.features=/none", f"model.init_from={tmp_path}")
     status, _, message = dry_run(capsys, *starts, f"model.kwargs={json.dumps(left_out)}")
@@ -233,6 +269,11 @@ def test_weights_of_another_shape_than_the_class_takes_are_refused(capsys, tmp_p
     by_path = ("model.class_name=null", "model.kwargs={}", f"model.path={tmp_path}")
     for sound in ((f"model.kwargs={json.dumps(ARGUMENTS)}",), by_path):
         assert dry_run(capsys, *starts, *sound)[0] == 0
+    write_header(spec.model_copy(update={"kwargs": {**spec.kwargs, "num_layers": 5}}), tmp_path)
+    more = f"{tmp_path} holds weights of another SanaTransformer2DModel: 0 tensors missing and "
+    assert f"error: model.init_from: {more}" in dry_run(capsys, *starts, *sound)[2]
+    write_header(spec.model_copy(update={"kwargs": {**spec.kwargs, "caption_channels": 7}}), tmp_path)
+    assert "size mismatch for caption_projection." in dry_run(capsys, *starts, *sound)[2]
 
 
 @pytest.mark.parametrize(
