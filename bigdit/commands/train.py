@@ -40,10 +40,11 @@ def run(
     from bigdit.catalog.families import objective_of
     from bigdit.catalog.names import revision
     from bigdit.config import load_stages
+    from bigdit.config.check import check_paths
     from bigdit.config.load import with_ds_config, with_grace
     from bigdit.objective_spec import counting
     from bigdit.report import leaving_a_page
-    from bigdit.train.prepare import check_paths, prepare_stages
+    from bigdit.train.prepare import prepare_stages
     from bigdit.train.processes.launch import launch
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)

@@ -15,7 +15,7 @@ from bigdit.catalog.context import context_misfits
 from bigdit.catalog.families import FAMILIES
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
-from bigdit.config.check import has_store
+from bigdit.config.check import has_store, paths
 from bigdit.config.data import DataConfig
 from bigdit.config.load import of_each
 from bigdit.config.plan_file import PlanFile
@@ -35,7 +35,7 @@ from bigdit.store.files import url_of
 from bigdit.store.report import caption_lines, written_report
 from bigdit.store.text import cut_line, summed
 from bigdit.strategy import BatchShape, ModelSpec, Strategy
-from bigdit.train.prepare import Prepared, paths
+from bigdit.train.prepare import Prepared
 from bigdit.train.resume import Start
 from bigdit.train.step import Encode, encode
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from bigdit import log
 from bigdit.catalog.conditions import condition_problems
@@ -102,28 +101,6 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
     if problems:
         raise UserError(*problems)
     return spec
-
-
-def check_paths(config: Path, runs: Iterable[RunConfig]) -> None:
-    """Raise UserError if a path in `config` exists relative to its folder, but not to the working folder."""
-    asked = [found for run in runs for found in paths(run.model_dump(exclude={"output", "plan"}), "")]
-    problems = [
-        f"{key}: {path} does not exist in {Path.cwd()}, and paths are relative to the folder of the command; "
-        f"{config.parent / path} exists: write that, or run the command in {config.parent}"
-        for key, path in asked
-        if not path.is_absolute() and not path.exists() and (config.parent / path).exists()
-    ]
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
-
-
-def paths(value: object, key: str) -> Iterator[tuple[str, Path]]:
-    """(key, path) of all paths in a document."""
-    if isinstance(value, Path):
-        yield key, value
-    elif isinstance(value, dict | list | tuple):
-        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from paths(inner, f"{key}.{name}".removeprefix("."))
 
 
 def log_lines(world: World, lines: Iterable[str], *, notes: bool = False) -> None:
