@@ -77,11 +77,11 @@ def run(
     for line in [*(f"note: {each}" for each in missing), *lines, *start_notices(prepared)]:
         log.notice(line)
     for each, model in zip(prepared, models, strict=True):
-        for line in snapshot_notices(each.stage.run, model):
+        for line in snapshot_notices(each.run, model):
             log.notice(f"note: {line}")
     documents = [
-        each.stage.run.model_dump(mode="json")
-        | {"objective": counting(objective_of(each.spec, each.stage.run.objective))}  # only keys that have an effect
+        each.run.model_dump(mode="json")
+        | {"objective": counting(objective_of(each.spec, each.run.objective))}  # only keys that have an effect
         for each in prepared
     ]
     log.emit_json(documents[0] if len(documents) == 1 else {"stages": documents})

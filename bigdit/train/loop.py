@@ -72,7 +72,7 @@ def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
     The stages were checked before. Raises UserError before the first step for an output in use, a store of other
     encoders, or a checkpoint of another model. Raises Stopped after a signal.
     """
-    run, needed = stages[0].stage.run, stages[0].strategy.engine != "single"
+    run, needed = stages[0].run, stages[0].strategy.engine != "single"
     on_host = any(each.strategy.cpu_offload for each in stages)
     timeout = max(run.train.timeout, FIRST_STEP_S)
     with (
@@ -89,8 +89,8 @@ def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
 
 
 def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.device) -> Ended:
-    check_alike([each.stage for each in stages], world, device)
-    output = stages[0].stage.run.output
+    check_alike(stages, world, device)
+    output = stages[0].run.output
     for folder in (output, *(output / each for each in (CHECKPOINTS, EMA_SNAPSHOTS, EXPORTS))) if world.is_main else ():
         checkpoint.remove_unfinished(folder)
     start = start_of(stages)
@@ -104,14 +104,14 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
     with ExitStack() as stack:
         state = build_state(start, data, world, device, stack)
         last = _steps(start, data, state, stop, began)
-    stage = start.reached.stage
+    stage = start.stage
     following = None if stage.end == start.ends[-1] else stage.number + 1
     return Ended(last, stage.end, trained=True, following=following)
 
 
 def _nothing_left(start: Start, found: checkpoint.Checkpoint, done: str, world: World) -> Ended:
     """Write the export that an interrupted run left out, and log that all steps were taken."""
-    run = start.reached.stage.run
+    run = start.stage.run
     log_lines(world, [done])
     if world.is_main:
         export_missed(run, start.ends, found)
@@ -122,11 +122,11 @@ def _nothing_left(start: Start, found: checkpoint.Checkpoint, done: str, world: 
 
 def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: float) -> Path:
     """Take the steps of the current stage; returns its last checkpoint. Raises Stopped after a signal."""
-    stage, strategy = start.reached.stage, state.strategy
+    stage, strategy = start.stage, state.strategy
     run, world, device = stage.run, state.peers.world, state.engine.device
     if stage.count > 1:
         log_lines(world, [f"{stage.name}: steps {stage.start + 1} to {stage.end} of {start.ends[-1]}"])
-    stream, encode = data.stream(start.reached, strategy, world, device), data.encode(strategy)
+    stream, encode = data.stream(stage, strategy, world, device), data.encode(strategy)
     with ExitStack() as stack:
         monitor = open_monitor(start, data, stream, state, stack)
         steps = stack.enter_context(closing(stream.steps(start.step, stage.end)))
@@ -196,10 +196,10 @@ def _compare_with_plan(state: TrainState) -> list[str]:
 
 
 def _record(start: Start, state: TrainState) -> RunRecord:
-    stage = start.reached.stage
+    stage = start.stage
     return RunRecord(
         start=start.step,
-        model=start.reached.spec,
+        model=stage.spec,
         strategy=state.strategy,
         run=stage.run.model_copy(update={"objective": state.objective}),
         device=state.meter.device_name,
@@ -214,7 +214,7 @@ def _record(start: Start, state: TrainState) -> RunRecord:
 def _saves(
     start: Start, data: TrainData, state: TrainState, metrics: Metrics, record: RunRecord, stack: ExitStack
 ) -> Saves:
-    stage = start.reached.stage
+    stage = start.stage
     run = stage.run
     described = {
         **record.model_dump(mode="json", include={"model", "strategy", "run"}),
@@ -264,14 +264,14 @@ def learning_rate(run: RunConfig, step: int) -> float:
 
 def write_receipt(start: Start, data: TrainData, state: TrainState, monitor: Monitor, began: float) -> None:
     """Write the receipt of the stage's steps since the start. `began`: time.perf_counter() at the start."""
-    stage, strategy, meter = start.reached.stage, state.strategy, state.meter
+    stage, strategy, meter = start.stage, state.strategy, state.meter
     path = stage.run.output / (RECEIPT if stage.end == start.ends[-1] else receipt_of(stage.number))
     steps, seconds = stage.end - start.step, time.perf_counter() - began
     seconds_per_step = monitor.metrics.seconds_per_step
     planned = None if meter.measured is None else state.planned  # there is nothing to compare with
     written = receipt.Receipt(
         kind="train",
-        model=start.reached.spec,
+        model=stage.spec,
         batch=largest_batch_shape(data.store),
         buckets=len(data.store.buckets),
         strategy=strategy,

@@ -18,20 +18,14 @@ from bigdit.config.plan_file import PlanFile, check_plan
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned, partial
-from bigdit.strategy import ModelSpec, Strategy, swap_misfit
+from bigdit.strategy import ModelSpec, swap_misfit
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A checked stage, and its model."""
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Stage):
+    """A checked stage, with its model."""
 
-    stage: Stage
     spec: ModelSpec
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy of its steps."""
-        return self.stage.run.strategy
 
 
 def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[Prepared]:
@@ -47,10 +41,10 @@ def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[P
             check_accelerate(stage.run.strategy)
             if stage.run.data.features is not None:
                 check_store(stage.run.data)
-        return Prepared(stage, spec)
+        return Prepared(**vars(stage), spec=spec)
 
     found = of_each(range(len(stages)), one)
-    objectives = [learned(objective_of(each.spec, each.stage.run.objective)) for each in found]
+    objectives = [learned(objective_of(each.spec, each.run.objective)) for each in found]
     problems = [
         not_shared(number, f"objective.{key}", own.get(key), objectives[0].get(key))
         for number, own in enumerate(objectives)
@@ -58,7 +52,7 @@ def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[P
         if own.get(key) != objectives[0].get(key)
     ]
     problems += [
-        not_shared(each.stage.number, "strategy.ds_config: zero_optimization.stage", own, found[0].strategy.zero_stage)
+        not_shared(each.number, "strategy.ds_config: zero_optimization.stage", own, found[0].strategy.zero_stage)
         for each in found
         if (own := each.strategy.zero_stage) != found[0].strategy.zero_stage
     ]
@@ -71,7 +65,7 @@ def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[P
 
 def stage_at(stages: Sequence[Prepared], step: int) -> Prepared:
     """The stage of step number `step` (from 0); the last stage after all steps."""
-    return next((each for each in stages if step < each.stage.end), stages[-1])
+    return next((each for each in stages if step < each.end), stages[-1])
 
 
 def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:

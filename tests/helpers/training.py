@@ -56,7 +56,7 @@ def run_to(steps, output, features, *overrides):
     """Train in this process up to `steps`, resuming from `output`. Returns the last checkpoint."""
     settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]
     prepared = prepare_stages(load_stages(DIGITS, settings))
-    train(prepared, World(), Stop(prepared[0].stage.run.train.grace, World()))
+    train(prepared, World(), Stop(prepared[0].run.train.grace, World()))
     found, _ = checkpoint.latest(output)
     return found
 
