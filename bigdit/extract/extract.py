@@ -75,60 +75,32 @@ class Job:
 def encode_here(job: Job, source: Items) -> None:
     """Encode the missing parts of a job in processes of this machine, with a progress bar on stderr.
 
-    Other machines may run the same job. Parts that they commit are not encoded again. Raises as encode_in_workers.
+    Other machines may run the same job. Parts that they commit are not encoded again. All processes have ended when
+    this returns or raises. Raises UserError if a worker reports one or dies, and RuntimeError with the traceback of a
+    bug in a worker.
     """
     root, ranges = job.data.store, job.left()
     units = (Unit(start, end, source.items(start, end)) for start, end in pull(root, ranges, random.Random()))
+    workers: list[Worker] = []
+    done: list[UnitSpeed] = []
+    noted: set[str] = set()
     with log.progress("extract", total=sum(end - start for start, end in ranges), unit=job.data.samples) as advance:
+        try:
+            for number in range(min(job.workers, len(ranges))):
+                workers.append(_start(number, job))
+            while at_work := {worker.pipe: worker for worker in workers if not worker.finished}:
+                for pipe in wait(list(at_work)):
+                    progress = _receive(at_work[pipe], units, done, noted)  # type: ignore[index]  # wait() returns some
+                    advance(progress.images, shares_of(done).at_work() if done else "", progress.skipped)
+        finally:
+            for worker in workers:
+                if not worker.finished:  # its unit is incomplete; its lease is removed below
+                    worker.process.terminate()
+                worker.pipe.close()
+            for worker in workers:
+                worker.process.join()
+            remove_left(root)
 
-        def on_progress(progress: Progress, done: list[UnitSpeed]) -> None:
-            advance(progress.images, shares_of(done).at_work() if done else "", progress.skipped)
-
-        encode_in_workers(units, min(job.workers, len(ranges)), job.encoders, job.schema, root, on_progress)
-
-
-def do(job: Job) -> None:
-    """Run a job as a task of an engine: open the sources, and encode.
-
-    Raises UserError if the sources differ from the job's, and as encode_here.
-    """
-    try:
-        os.chdir(job.folder)
-    except OSError as error:
-        raise UserError(f"{job.folder} cannot be entered on this machine: {error.strerror}") from None
-    source = open_source(job.data)
-    check_same(job.data.store, job.schema.requested(), job.schema.requested(source.identity["sources"]))
-    encode_here(job, numbered(job.data.store, job.schema, source))
-
-
-def split(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
-    """The ranges that start in [start, end). If splits cover the sources, each range is in exactly one."""
-    return [each for each in ranges if start <= each[0] < end]
-
-
-def parse_split(count: int, start: int | None, end: int | None, shard: str | None) -> Range:
-    """The source indices [start, end) that `--start-index`, `--end-index` or `--shard k/n` select of `count` images.
-
-    Raises UserError if they contradict one another or select nothing.
-    """
-    if shard is not None:
-        if start is not None or end is not None:
-            raise UserError("--shard cannot be combined with --start-index or --end-index")
-        found = re.fullmatch(r"(\d+)/(\d+)", shard)
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
-            raise UserError(f"--shard: {shard} is not k/n with k from 1 to n, such as 1/4 to 4/4")
-        k, n = int(found[1]), int(found[2])
-        return count * (k - 1) // n, count * k // n
-    first, last = start or 0, count if end is None else end
-    if not 0 <= first < count:
-        raise UserError(f"--start-index: {first} is out of range; the sources hold 0 to {count - 1}")
-    if last <= first:
-        raise UserError(f"--end-index: {last} must be greater than --start-index, which is {first}")
-    return first, last
-
-
-OnProgress = Callable[[Progress, list[UnitSpeed]], None]
-"""Called with the images encoded or skipped since the last call, and all committed units."""
 
 _NOTHING = Progress(0, 0)
 
@@ -144,44 +116,14 @@ class Worker:
     finished: bool = False
 
 
-def encode_in_workers(
-    units: Iterator[Unit],
-    count: int,
-    encoders: EncodersConfig,
-    schema: StoreSchema,
-    root: Path,
-    on_progress: OnProgress,
-) -> list[UnitSpeed]:
-    """Encode all units in `count` processes. All processes have ended when this returns or raises.
-
-    Raises UserError if a worker reports one or dies, and RuntimeError with the traceback of a bug in a worker.
-    """
-    workers: list[Worker] = []
-    done: list[UnitSpeed] = []
-    noted: set[str] = set()
-    try:
-        for number in range(count):
-            workers.append(_start(number, encoders, schema, root))
-        while at_work := {worker.pipe: worker for worker in workers if not worker.finished}:
-            for pipe in wait(list(at_work)):
-                progress = _receive(at_work[pipe], units, done, noted)  # type: ignore[index]  # wait() returns some of them
-                on_progress(progress, done)
-    finally:
-        for worker in workers:
-            if not worker.finished:  # its unit is incomplete; its lease is removed below
-                worker.process.terminate()
-            worker.pipe.close()
-        for worker in workers:
-            worker.process.join()
-        remove_left(root)
-    return done
-
-
-def _start(number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> Worker:
+def _start(number: int, job: Job) -> Worker:
     context = server()
     ours, theirs = context.Pipe()
     process = context.Process(
-        target=work, args=(theirs, number, encoders, schema, root), name=f"extract-{number}", daemon=True
+        target=work,
+        args=(theirs, number, job.encoders, job.schema, job.data.store),
+        name=f"extract-{number}",
+        daemon=True,
     )
     try:
         process.start()
@@ -228,6 +170,46 @@ def _death(worker: Worker) -> UserError:
     where = f" at images {worker.unit.start} to {worker.unit.end - 1}" if worker.unit else ""
     memory = " (if memory ran out: fewer --workers)" if status == -signal.SIGKILL else ""
     return UserError(f"extraction worker {worker.number} {how}{where}{memory}; {EXTRACT} resumes from the parts done")
+
+
+def do(job: Job) -> None:
+    """Run a job as a task of an engine: open the sources, and encode.
+
+    Raises UserError if the sources differ from the job's, and as encode_here.
+    """
+    try:
+        os.chdir(job.folder)
+    except OSError as error:
+        raise UserError(f"{job.folder} cannot be entered on this machine: {error.strerror}") from None
+    source = open_source(job.data)
+    check_same(job.data.store, job.schema.requested(), job.schema.requested(source.identity["sources"]))
+    encode_here(job, numbered(job.data.store, job.schema, source))
+
+
+def split(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
+    """The ranges that start in [start, end). If splits cover the sources, each range is in exactly one."""
+    return [each for each in ranges if start <= each[0] < end]
+
+
+def parse_split(count: int, start: int | None, end: int | None, shard: str | None) -> Range:
+    """The source indices [start, end) that `--start-index`, `--end-index` or `--shard k/n` select of `count` images.
+
+    Raises UserError if they contradict one another or select nothing.
+    """
+    if shard is not None:
+        if start is not None or end is not None:
+            raise UserError("--shard cannot be combined with --start-index or --end-index")
+        found = re.fullmatch(r"(\d+)/(\d+)", shard)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise UserError(f"--shard: {shard} is not k/n with k from 1 to n, such as 1/4 to 4/4")
+        k, n = int(found[1]), int(found[2])
+        return count * (k - 1) // n, count * k // n
+    first, last = start or 0, count if end is None else end
+    if not 0 <= first < count:
+        raise UserError(f"--start-index: {first} is out of range; the sources hold 0 to {count - 1}")
+    if last <= first:
+        raise UserError(f"--end-index: {last} must be greater than --start-index, which is {first}")
+    return first, last
 
 
 RunJob = Callable[[Job, Items], None]
