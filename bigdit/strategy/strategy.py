@@ -557,11 +557,6 @@ def _swap_problems(strategy: Strategy) -> Iterator[str]:
             f"{str(strategy.optimizer_in_backward).lower()}; set precision to bf16_sr and optimizer_in_backward to "
             "true, or set lora"
         )
-    if strategy.base == "nf4":
-        yield (
-            f"blocks_to_swap copies plain weights, and {strategy.base_key} is nf4, whose scales lie beside them; use "
-            f"{strategy.base_key} int8, fp8 or bf16, or set blocks_to_swap to 0"
-        )
     if strategy.checkpointing != "full":
         yield (
             "blocks_to_swap fetches weights within a block, and checkpointing is selective, which needs the same "
