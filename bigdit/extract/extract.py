@@ -7,7 +7,6 @@ machine do it.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import signal
@@ -43,7 +42,7 @@ from bigdit.store.files import url_of
 from bigdit.store.lease import missing, own_folder, pull, remove_left
 from bigdit.store.report import FILE as REPORT
 from bigdit.store.report import ExtractReport, StoreReport, UnitSpeed, extract_report, shares_of, store_report
-from bigdit.store.schema import EXTRACT, Range, StoreSchema, check_same, claim, store_identity
+from bigdit.store.schema import EXTRACT, Range, StoreSchema, claim, store_identity
 from bigdit.store.store import write_null_text
 from bigdit.strategy import ModelSpec
 
@@ -170,20 +169,6 @@ def _death(worker: Worker) -> UserError:
     where = f" at images {worker.unit.start} to {worker.unit.end - 1}" if worker.unit else ""
     memory = " (if memory ran out: fewer --workers)" if status == -signal.SIGKILL else ""
     return UserError(f"extraction worker {worker.number} {how}{where}{memory}; {EXTRACT} resumes from the parts done")
-
-
-def do(job: Job) -> None:
-    """Run a job as a task of an engine: open the sources, and encode.
-
-    Raises UserError if the sources differ from the job's, and as encode_here.
-    """
-    try:
-        os.chdir(job.folder)
-    except OSError as error:
-        raise UserError(f"{job.folder} cannot be entered on this machine: {error.strerror}") from None
-    source = open_source(job.data)
-    check_same(job.data.store, job.schema.requested(), job.schema.requested(source.identity["sources"]))
-    encode_here(job, numbered(job.data.store, job.schema, source))
 
 
 def split(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
