@@ -101,14 +101,13 @@ def _check(runs: Sequence[RunConfig]) -> list[ModelSpec]:
     from bigdit.config import check
     from bigdit.config.load import of_each
 
-    def checked(number: int) -> ModelSpec:
-        # The cache does not depend on samples that are generated during training.
-        run, model = runs[number].model_copy(update={"samples": None}), model_spec(runs[number].model)
-        check(run, model)
+    def checked(run: RunConfig) -> ModelSpec:
+        model = model_spec(run.model)
+        check(run.model_copy(update={"samples": None}), model)  # the cache does not depend on generated samples
         return model
 
     try:
-        return of_each(range(len(runs)), checked)
+        return of_each(runs, checked)
     except UserError as error:
         of_training = re.compile(r"(stages\.\d+: )?(train|optimizer|engine)\.")
         why = "; a run that cannot train is not encoded"

@@ -284,6 +284,7 @@ def _within_bounds(strategy: Strategy) -> Strategy:
     return strategy
 
 
+A = TypeVar("A")
 T = TypeVar("T")
 S = TypeVar("S", bound="Stage")
 
@@ -428,18 +429,18 @@ def read_stages(path: Path, overrides: Sequence[str]) -> tuple[list[dict[str, An
     return [_merged(document, own) for own in asked] or [document], asked
 
 
-def of_each(numbers: Sequence[int], action: Callable[[int], T], before: str = "stages.{}: ") -> list[T]:
-    """The results of `action` for these stages. Raises UserError with all problems: those that all stages share once,
-    others after their stage."""
+def of_each(stages: Sequence[A], action: Callable[[A], T], before: str = "stages.{}: ", first: int = 0) -> list[T]:
+    """The results of `action` for these stages, from number `first` on. Raises UserError with all problems: those that
+    all stages share once, others after their stage."""
     found, problems = [], []
-    for number in numbers:
+    for number, stage in enumerate(stages, first):
         try:
-            found.append(action(number))
+            found.append(action(stage))
         except UserError as error:
             problems.append((number, error.problems))
     if not problems:
         return found
-    in_all = set.intersection(*(set(own) for _, own in problems)) if len(problems) == len(numbers) else set()
+    in_all = set.intersection(*(set(own) for _, own in problems)) if len(problems) == len(stages) else set()
     lines = [line if line in in_all else before.format(number) + line for number, own in problems for line in own]
     raise UserError(*dict.fromkeys(lines))
 
