@@ -114,8 +114,7 @@ def _check(runs: Sequence[RunConfig]) -> list[ModelSpec]:
         raise UserError(*(f"{line}{why if of_training.match(line) else ''}" for line in error.problems)) from None
 
 
-def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob:
-    from bigdit.extract.extract import encode_here
+def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob | None:
     from bigdit.extract.tasks import Ray, Slurm
 
     asked = _parse(resources)
@@ -125,7 +124,7 @@ def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob:
         return Ray(tasks or 1, asked)
     if tasks or asked:
         raise UserError("--tasks and --resource need --engine slurm or ray; --engine local has --workers")
-    return encode_here
+    return None
 
 
 def _parse(resources: list[str]) -> dict[str, Any]:
