@@ -30,6 +30,7 @@ STRATEGIES = (
     "single,precision=bf16_sr,optimizer.name=came",
     "single,optimizer.name=adamw_schedulefree",
     "single,lora.base=nf4,checkpointed_blocks=all",
+    "single,lora.base=nf4,checkpointed_blocks=all,blocks_to_swap=3",
     "single,precision=bf16_sr,optimizer.name=adafactor,optimizer_in_backward=true,gradient_clipping=null,"
     "checkpointed_blocks=all,blocks_to_swap=3",
     "single,checkpointed_blocks=1,checkpointing=selective",

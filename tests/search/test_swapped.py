@@ -101,11 +101,13 @@ def test_a_base_that_is_fixed_is_planned_alone() -> None:
 
 
 @pytest.mark.slow
-def test_blocks_over_int8_are_swapped_where_no_base_fits_whole_and_two_blocks_in_bf16_do_not() -> None:
+def test_blocks_of_a_quantised_base_are_swapped_where_none_fits_whole_and_two_in_bf16_do_not() -> None:
     plan = make_plan(resolved(SHORT, 2100, ADAPTERS, buckets=()))
     strategy = plan.chosen.strategy
     assert strategy.lora is not None
-    assert (plan.verdict, strategy.lora.base, strategy.blocks_to_swap) == ("FITS", "int8", SHORT.block_count)
+    assert (plan.verdict, strategy.lora.base, strategy.blocks_to_swap) == ("FITS", "nf4", 4)
+    (int8,) = (row for row in plan.front if row.strategy.base == "int8")
+    assert (int8.verdict, int8.strategy.blocks_to_swap, rate(int8) < rate(plan.chosen)) == ("FITS", 8, True)
     assert record(plan).strategy == strategy
 
 
