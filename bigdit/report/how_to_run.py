@@ -370,14 +370,12 @@ def _deepspeed(config: Path, machines: int, processes: int) -> Command:
 
 
 def _torchrun(config: Path, machines: int, processes: int) -> Command:
-    arguments = "--nproc-per-node", str(processes)
+    each, train = ("--nproc-per-node", str(processes)), (*entry(), *_arguments(config))
     if machines == 1:
-        words = "torchrun", "--standalone", *arguments
-        return Command("or by torchrun", (*words, *entry(), *_arguments(config)))
-    words = "torchrun", "--nnodes", str(machines), *arguments, "--node-rank", "$NODE_RANK"
-    place = "--master-addr", "$HEAD", "--master-port", str(PORT)
+        return Command("or by torchrun", ("torchrun", "--standalone", *each, *train))
+    place = ("--node-rank", "$NODE_RANK", "--master-addr", "$HEAD", "--master-port", str(PORT))
     comment = f"on each of {machines} machines: NODE_RANK 0 to {machines - 1}, HEAD the address of the first"
-    return Command(comment, (*words, *place, *entry(), *_arguments(config)))
+    return Command(comment, ("torchrun", "--nnodes", str(machines), *each, *place, *train))
 
 
 def _accelerate(config: Path, machines: int, processes: int, kind: str) -> Command:
