@@ -123,9 +123,8 @@ def _check_host(needed: int) -> None:
 
 
 def _check_one_machine(plan: PlanFile) -> None:
-    spread = plan.processes_per_node
-    if len(spread) > 1:
+    if plan.machines > 1:
         raise UserError(
-            f"the plan is for {plan.strategy.world_size} processes on {len(spread)} machines, and `bigdit train` "
+            f"the plan is for {plan.strategy.world_size} processes on {plan.machines} machines, and `bigdit train` "
             f"starts one machine; start {entry()[-1]} with the commands that `bigdit plan` printed"
         )

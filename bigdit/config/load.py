@@ -278,7 +278,7 @@ def load_stages(path: Path, overrides: Sequence[str] = (), world_size: int | Non
         run = parse_run(whole, "", world_size)
         plan = None if run.plan is None else read_plan_file(path.parent / run.plan)
         processes = at(whole, ["strategy", "world_size"])
-        if processes not in (None, run.strategy.world_size) and plan and len(plan.processes_per_node) == 1:
+        if processes not in (None, run.strategy.world_size) and plan and plan.machines == 1:
             raise UserError(other_processes(processes, run.strategy.world_size))
         return Stage(run, number, len(asked) or 1, plan=plan, asked=processes)
 
