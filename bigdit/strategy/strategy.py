@@ -367,7 +367,7 @@ def _engine_problems(strategy: Strategy) -> Iterator[str]:
             f"dp_replicate and cpu_offload belong to the engine fsdp2, and engine is {engine}"
             + ("; DeepSpeed's offload is in ds_config.zero_optimization" if engine == "deepspeed" else "")
         )
-    if strategy.repeated_samples >= strategy.places:
+    if strategy.repeated_samples >= max(strategy.places, 1):
         yield (
             f"repeated_samples is {strategy.repeated_samples}, and a step has {strategy.places} places; leave it out: "
             "it follows from global_batch_size"

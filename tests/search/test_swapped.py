@@ -12,7 +12,7 @@ from bigdit.profile.gpus import EmulatedGpus
 from bigdit.report.page import page
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Calibration
-from bigdit.search.plan import Constraints, Estimate, Plan, ResolvedRequest, record
+from bigdit.search.plan import Constraints, Plan, ResolvedRequest, record
 from bigdit.search.planner import Planner, rate
 from bigdit.search.solve import search
 from bigdit.search.space import proposals
@@ -118,18 +118,18 @@ def test_every_base_that_fits_has_a_row(free: Plan) -> None:
 
 @pytest.mark.slow
 def test_limits_are_asked_of_what_takes_the_place_of_the_best_lossless_strategy_alone() -> None:
-    pins, further = ADAPTERS.model_copy(update={"checkpointed_blocks": 6}), list[Estimate]()
+    pins = ADAPTERS.model_copy(update={"checkpointed_blocks": 6})
     asked = resolved(SHORT, 3400, pins, buckets=())
     with EmulatedGpus(asked.gpu) as gpus:
         planner = Planner(asked, gpus, Calibration())
-        best = search(planner, further.append)
+        best = search(planner)
         assert not gpus.unanswered
     lossless = planner.passed_over
     assert lossless is not None
     assert (best.verdict, best.lossless) == ("FITS", False)
     assert (best.source, lossless.source) == ("recorded", "ran")
     assert 0 < lossless.strategy.blocks_to_swap <= lossless.blocks == 6
-    assert [each.title for each in further] == [best.title]
+    assert [*planner.limits] == [best.title]
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_adapters_are_named_where_all_weights_train_by_a_last_resort_alone() -> 
         asked = resolved(SANA, mib, pins, buckets=())
         with EmulatedGpus(asked.gpu) as gpus:
             planner = Planner(asked, gpus, Calibration())
-            assert search(planner, lambda _: None).verdict == "FITS"
+            assert search(planner).verdict == "FITS"
         return {each.choice for each in planner.rejected}
 
     free = Constraints(engine="single")
