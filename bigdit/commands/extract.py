@@ -65,10 +65,10 @@ def run(
 
     libraries.prepare()
     from bigdit.catalog.resolve import model_spec
+    from bigdit.config.check import check_paths
     from bigdit.config.load import load_chosen
     from bigdit.extract.batch_size import with_batch_size
     from bigdit.extract.extract import extract
-    from bigdit.train.prepare import check_paths
 
     asked, reports = _engine(engine, tasks, resources), []
     runs = [each.run for each in load_chosen(config, overrides, stage)]

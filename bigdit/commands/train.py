@@ -40,10 +40,11 @@ def run(
     from bigdit.catalog.families import objective_of
     from bigdit.catalog.names import revision
     from bigdit.config import load_stages
+    from bigdit.config.check import check_paths
     from bigdit.config.load import with_ds_config, with_grace
     from bigdit.objective_spec import counting
     from bigdit.report import leaving_a_page
-    from bigdit.train.prepare import check_paths, prepare_stages
+    from bigdit.train.prepare import prepare_stages
     from bigdit.train.processes.launch import launch
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)
@@ -76,11 +77,11 @@ def run(
     for line in [*(f"note: {each}" for each in missing), *lines, *start_notices(prepared)]:
         log.notice(line)
     for each, model in zip(prepared, models, strict=True):
-        for line in snapshot_notices(each.stage.run, model):
+        for line in snapshot_notices(each.run, model):
             log.notice(f"note: {line}")
     documents = [
-        each.stage.run.model_dump(mode="json")
-        | {"objective": counting(objective_of(each.spec, each.stage.run.objective))}  # only keys that have an effect
+        each.run.model_dump(mode="json")
+        | {"objective": counting(objective_of(each.spec, each.run.objective))}  # only keys that have an effect
         for each in prepared
     ]
     log.emit_json(documents[0] if len(documents) == 1 else {"stages": documents})

@@ -285,6 +285,7 @@ def _within_bounds(strategy: Strategy) -> Strategy:
 
 
 T = TypeVar("T")
+S = TypeVar("S", bound="Stage")
 
 # Keys that all stages share: weights and their copies, inputs of the model, processes.
 _SHARED = (
@@ -315,6 +316,11 @@ class Stage:
     asked: int | None = None
 
     @property
+    def strategy(self) -> Strategy:
+        """The strategy of its steps."""
+        return self.run.strategy
+
+    @property
     def end(self) -> int:
         """The number of steps at its end, with those of earlier stages."""
         return self.start + self.run.train.known_steps
@@ -335,7 +341,7 @@ class Stage:
         return [f"{self.name}: {line}" if self.count > 1 else line for line in found]
 
     def _dealt(self) -> Iterator[str]:
-        strategy = self.run.strategy
+        strategy = self.strategy
         gpus, whole, places = how_many(strategy.world_size, "GPU"), strategy.global_batch_size, strategy.places
         if self.asked not in (None, strategy.world_size):
             copies = f" and {strategy.dp_replicate} copies of the model" if strategy.dp_replicate > 1 else ""
@@ -438,7 +444,7 @@ def of_each(numbers: Sequence[int], action: Callable[[int], T], before: str = "s
     raise UserError(*dict.fromkeys(lines))
 
 
-def in_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+def in_order(stages: Sequence[S]) -> tuple[S, ...]:
     """The stages with their first steps, which are unknown after a stage whose epochs were not counted yet."""
     placed, start = [], 0
     for stage in stages:

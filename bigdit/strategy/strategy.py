@@ -366,7 +366,7 @@ def _engine_problems(strategy: Strategy) -> Iterator[str]:
             f"dp_replicate and cpu_offload belong to the engine fsdp2, and engine is {engine}"
             + ("; DeepSpeed's offload is in ds_config.zero_optimization" if engine == "deepspeed" else "")
         )
-    if strategy.repeated_samples >= strategy.places:
+    if strategy.repeated_samples >= max(strategy.places, 1):
         yield (
             f"repeated_samples is {strategy.repeated_samples}, and a step has {strategy.places} places; leave it out: "
             "it follows from global_batch_size"
@@ -555,11 +555,6 @@ def _swap_problems(strategy: Strategy) -> Iterator[str]:
             f"device, without masters: precision is {strategy.precision} and optimizer_in_backward is "
             f"{str(strategy.optimizer_in_backward).lower()}; set precision to bf16_sr and optimizer_in_backward to "
             "true, or set lora"
-        )
-    if strategy.base == "nf4":
-        yield (
-            f"blocks_to_swap copies plain weights, and {strategy.base_key} is nf4, whose scales lie beside them; use "
-            f"{strategy.base_key} int8, fp8 or bf16, or set blocks_to_swap to 0"
         )
     if strategy.checkpointing != "full":
         yield (
