@@ -269,6 +269,8 @@ def _usual(model: CatalogModel) -> bool:
 
 WIDTH = 78
 PORT = 29500
+_MEET = f"timeout={TrainConfig.model_fields['timeout'].default:g}"
+"""How long torchrun and accelerate wait for other machines: as long as bigdit's processes, in place of 15 minutes."""
 _ALONE = ("--standalone", "--multi_gpu", "--use_deepspeed")  # options without a value
 
 
@@ -378,7 +380,8 @@ def _torchrun(config: Path, spread: Sequence[int]) -> list[Command]:
 
     def on(rank: str, processes: int) -> tuple[str, ...]:
         nodes = ("torchrun", "--nnodes", str(len(spread)), "--nproc-per-node", str(processes), "--node-rank", rank)
-        return (*nodes, "--master-addr", "$HEAD", "--master-port", str(PORT), *arguments)
+        place = ("--master-addr", "$HEAD", "--master-port", str(PORT), "--rdzv-conf", _MEET)
+        return (*nodes, *place, *arguments)
 
     if len(set(spread)) == 1:
         comment = f"on each of {len(spread)} machines: NODE_RANK 0 to {len(spread) - 1}, HEAD the address of the first"
@@ -398,6 +401,7 @@ def _accelerate(config: Path, spread: Sequence[int], kind: str) -> list[Command]
         words += ["--deepspeed_multinode_launcher", "standard"]
     if len(spread) > 1:
         words += ["--machine_rank", "$NODE_RANK", "--main_process_ip", "$HEAD", "--main_process_port", str(PORT)]
+        words += ["--rdzv_conf", _MEET]
     comment = "or by accelerate" if len(spread) == 1 else "or on each by accelerate"
     return [Command(comment, (*words, *entry(), *_arguments(config)))]
 
