@@ -490,9 +490,10 @@ def _float8_problems(strategy: Strategy) -> Iterator[str]:
         yield "float8 was not tried with DeepSpeed's flat partitions; use engine single or fsdp2"
     if not strategy.precision.startswith("bf16"):
         yield f"float8 casts weights and activations of bf16, and precision is {strategy.precision}; use precision bf16"
-    if strategy.lora is not None and (strategy.lora.base != "bf16" or strategy.lora.dora):
-        kind = "dora, which computes with the plain weights" if strategy.lora.dora else f"base {strategy.lora.base}"
-        yield f"float8 was not tried with lora.{kind}; use LoRA with lora.base bf16"
+    if strategy.base not in (None, "bf16"):
+        yield f"float8 was not tried with {strategy.base_key} {strategy.base}; set it to bf16"
+    if strategy.lora is not None and strategy.lora.dora:
+        yield "float8 was not tried with lora.dora, which computes with the plain weights; set it to false"
     if strategy.lora is not None and strategy.lora.kind != "lora":
         yield f"float8 was not tried with lora.kind {strategy.lora.kind}; leave one of them out"
     if strategy.blocks_to_swap:
@@ -529,8 +530,6 @@ def _controlnet_problems(strategy: Strategy) -> Iterator[str]:
         yield "lora and controlnet are both set, and a run trains only one; leave the other out"
     if strategy.cp > 1:
         yield f"cp is {strategy.cp}, and a ControlNet does not split a sample; set it to 1"
-    if strategy.float8 != "none":
-        yield "float8 was not tried with controlnet; leave one of them out"
 
 
 def _either(engines: Sequence[EngineName], world_size: int) -> str:
