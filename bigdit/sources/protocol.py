@@ -8,7 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import xxhash
 from PIL import Image
@@ -123,6 +123,10 @@ class Item(ABC):
         """
         return self.read().sample()
 
+    def captions(self) -> tuple[Caption, ...]:
+        """Its captions, if possible without reading images. Raises as `load`."""
+        return self.read().captions
+
 
 class Source(Protocol):
     """Images in a fixed order. `class_names`: the names of the classes in the source."""
@@ -159,6 +163,10 @@ def cut(ends: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int, i
             yield number, first, begin, stop
 
 
+def _unread() -> NoReturn:
+    raise AssertionError("an item without its images is neither decoded nor digested")
+
+
 @dataclass(frozen=True)
 class DerivedItem(Item):
     """An item whose contents are changed after they are read."""
@@ -171,6 +179,10 @@ class DerivedItem(Item):
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         return self.change(self.item.read(max_pixels))
+
+    def captions(self) -> tuple[Caption, ...]:
+        """As Item.captions."""
+        return self.change(Contents(_unread, _unread, self.item.captions())).captions
 
 
 class Several(ABC):

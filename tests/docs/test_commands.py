@@ -195,7 +195,7 @@ def launched(command, _):
     from deepspeed.launcher.runner import parse_args
     from torch.distributed.run import get_args_parser
 
-    from bigdit.train.main import parse
+    from bigdit.train.__main__ import parse
 
     launcher, *words = command.words
     if launcher == "deepspeed":
@@ -211,7 +211,7 @@ def launched(command, _):
 
 def submitted(command, _):
     """The script exists, and bash parses it. The rest is for `bigdit extract` or launch/train.py."""
-    from bigdit.train.main import parse
+    from bigdit.train.__main__ import parse
 
     at = next(index for index, word in enumerate(command.words) if word.endswith(".sbatch"))
     script, config, *options = command.words[at:]
