@@ -306,8 +306,9 @@ def _text_problems(strategy: Strategy) -> Iterator[str]:
     key = "lora.text_encoders is true"
     if strategy.features != "online":
         yield f"{key}, and features is {strategy.features}: the encoders run in no step; set it to online"
-    if strategy.engine != "single":
-        yield f"{key}, and was tried with engine single alone, and engine is {strategy.engine}; leave it out"
+    if strategy.engine not in ("single", "ddp"):
+        engines = _either(("single", "ddp"), strategy.world_size)
+        yield f"{key}, and engine is {strategy.engine}, which shards them; use engine {engines}, or leave it out"
     others = ("blocks_to_swap", "compile_blocks", "offload_activations", "optimizer_in_backward")
     yield from (
         f"{key}, and was not tried with {each}; leave one of them out" for each in others if getattr(strategy, each)
