@@ -269,6 +269,8 @@ def _usual(model: CatalogModel) -> bool:
 
 WIDTH = 78
 PORT = 29500
+_MEET = f"timeout={TrainConfig.model_fields['timeout'].default:g}"
+"""How long torchrun and accelerate wait for other machines: as long as bigdit's processes, in place of 15 minutes."""
 _ALONE = ("--standalone", "--multi_gpu", "--use_deepspeed")  # options without a value
 
 
@@ -373,7 +375,7 @@ def _torchrun(config: Path, machines: int, processes: int) -> Command:
     each, train = ("--nproc-per-node", str(processes)), (*entry(), *_arguments(config))
     if machines == 1:
         return Command("or by torchrun", ("torchrun", "--standalone", *each, *train))
-    place = ("--node-rank", "$NODE_RANK", "--master-addr", "$HEAD", "--master-port", str(PORT))
+    place = ("--node-rank", "$NODE_RANK", "--master-addr", "$HEAD", "--master-port", str(PORT), "--rdzv-conf", _MEET)
     comment = f"on each of {machines} machines: NODE_RANK 0 to {machines - 1}, HEAD the address of the first"
     return Command(comment, ("torchrun", "--nnodes", str(machines), *each, *place, *train))
 
@@ -385,6 +387,7 @@ def _accelerate(config: Path, machines: int, processes: int, kind: str) -> Comma
         words += ["--deepspeed_multinode_launcher", "standard"]
     if machines > 1:
         words += ["--machine_rank", "$NODE_RANK", "--main_process_ip", "$HEAD", "--main_process_port", str(PORT)]
+        words += ["--rdzv_conf", _MEET]
     comment = "or by accelerate" if machines == 1 else "or on each by accelerate"
     return Command(comment, (*words, *entry(), *_arguments(config)))
 

@@ -59,7 +59,7 @@ def fsdp2(world):
 def node(nodes, processes, rank):
     return (
         f"torchrun --nnodes {nodes} --nproc-per-node {processes} --node-rank {rank} --master-addr $HEAD "
-        f"--master-port {PORT} launch/train.py {BY_PLAN}"
+        f"--master-port {PORT} --rdzv-conf timeout=240 launch/train.py {BY_PLAN}"
     )
 
 
@@ -74,7 +74,7 @@ def sbatch(nodes, processes, *more):
 
 
 STANDARD = "--deepspeed_multinode_launcher standard"
-PLACED = ("--machine_rank $NODE_RANK", "--main_process_ip $HEAD", f"--main_process_port {PORT}")
+PLACED = ("--machine_rank $NODE_RANK", "--main_process_ip $HEAD", f"--main_process_port {PORT} --rdzv_conf timeout=240")
 
 
 @pytest.mark.slow
