@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from commands import in_process, with_set
+from commands import bigdit, in_process, with_set
 from gpus import benched
 from PIL import Image, ImageSequence
 from tiny_vaes import wan
@@ -186,7 +186,7 @@ def test_images_to_begin_with_that_cannot_be_read_are_named_before_training(enco
     folder, _ = encoded
     asked = ("samples.captions=[a square]", "samples.images=[none.png]", f"output={folder / 'none'}")
     for more in (("--dry-run",), ()):
-        done = in_process("train", "--config", folder / "run.yaml", *with_set(asked), *more)
+        done = bigdit("train", "--config", folder / "run.yaml", *with_set(asked), *more)
         assert done.returncode == 1
         assert "samples.images: none.png cannot be read: [Errno 2] No such file" in " ".join(done.stderr.split())
     assert not (folder / "none/metrics.jsonl").exists()
