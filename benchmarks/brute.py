@@ -26,7 +26,7 @@ from emulated import non_torch, step_of
 
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.files import write_text
-from bigdit.profile.attempt import UNLIMITED, Attempt, StepRequest, request_for
+from bigdit.profile.attempt import Attempt, AttemptJob, StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import UNPROVED
@@ -127,7 +127,7 @@ class Space:
         """Run the way at one micro-batch size. Returns None, and adds a line to `failed`, if it cannot run."""
         strategy, accumulated = self._sized(way.strategy, size)
         asked = self._step_request(strategy)
-        (attempt,) = self.cards.attempts([(asked, UNLIMITED)], counted=lambda _: "step")
+        (attempt,) = self.cards.attempts([AttemptJob(request=asked, counted="step")])
         if not isinstance(attempt, Attempt) or not attempt.ran:
             why = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
             self.failed[f"{way.title}: {str(why).splitlines()[0]}"] = None

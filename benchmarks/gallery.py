@@ -22,7 +22,7 @@ from bigdit import catalog
 from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
-from bigdit.profile.attempt import Attempt, StepRequest, request_for
+from bigdit.profile.attempt import Attempt, AttemptJob, StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.strategy import Strict
 
@@ -130,7 +130,7 @@ def curved(cards: EmulatedGpus, cell: Cell, non_torch_bytes: int) -> Cell:
     card = catalog.resolve_gpu(cell.gpu)
     request, capacity = sized(cell.model, card, cell.strategy), card.usable_bytes - non_torch_bytes
     sizes = sorted({1, (1 + cell.largest) // 2, cell.largest})
-    attempts = cards.attempts([(request(size), capacity) for size in sizes])
+    attempts = cards.attempts([AttemptJob(request=request(size), capacity_bytes=capacity) for size in sizes])
     points = [
         Point(micro_batch=size, process_bytes=attempt.peak_reserved_bytes + non_torch_bytes)
         for size, attempt in zip(sizes, attempts, strict=True)

@@ -1,6 +1,7 @@
 """The entry point for launchers: launch/train.py in the repository, else `-m bigdit.launch`."""
 
 from bigdit.errors import guard
+from bigdit.train.__main__ import main as train
 from bigdit.train.processes.end import leave
 
 
@@ -11,7 +12,6 @@ def main() -> None:
 
 def _main() -> int:
     from bigdit.report import leaving_a_page  # here: Ctrl-C during the import is handled too
-    from bigdit.train.main import main as train
 
     return train(around=leaving_a_page)
 

@@ -98,8 +98,8 @@ def _own_steps(workload: Workload, device: torch.device, meter: MemoryMeter) -> 
     while True:
         micro_batches = next(ahead)
         began = time.perf_counter()
-        with meter.step() as phase:
-            result = train_step(engine, family, request.objective, micro_batches, lr=lr, ema=ema, phase=phase)
+        result = train_step(engine, family, request.objective, micro_batches, lr=lr, ema=ema, phase=meter.phase)
+        meter.end_step()
         loss = float(result.loss)  # waits for the device
         taken = TimedStep(time.perf_counter() - began, loss)
         del result, micro_batches  # else they would stay allocated in the next step

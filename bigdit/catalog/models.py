@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -317,3 +318,27 @@ def before_download(repository: str) -> str | None:
     if repository not in gates():
         return None
     return f"accept the licence at https://huggingface.co/{repository}, and log in by `hf auth login`"
+
+
+class Licence(Strict):
+    """The licence of repositories of the hub, with the keys of a model card."""
+
+    license: str
+    license_name: str | None = None
+    license_link: str | None = None
+    source: str
+    repositories: tuple[str, ...]
+
+
+@cache
+def licences() -> tuple[Licence, ...]:
+    """All licences that are known."""
+    return tuple(Licence.model_validate(entry) for entry in _document()["licences"])
+
+
+def licence_of(found: Sequence[str]) -> dict[str, str]:
+    """The licence that all these repositories have, as keys of a model card; empty if it is not known of each."""
+    known = [each for each in licences() if {*each.repositories} & {*found}]
+    cards = [each.model_dump(exclude={"source", "repositories"}, exclude_none=True) for each in known]
+    alike = cards and all(card == cards[0] for card in cards)
+    return cards[0] if alike and {*found} <= {name for each in known for name in each.repositories} else {}

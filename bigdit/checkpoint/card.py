@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from bigdit.catalog.families import FAMILIES
-from bigdit.catalog.models import repositories
+from bigdit.catalog.models import licence_of, repositories
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.config.run import RECEIPT, RECORD
 from bigdit.documents import at, parse_yaml, read_json
@@ -33,7 +33,7 @@ def card(checkpoint: Checkpoint) -> str:
     spec, strategy = ModelSpec.model_validate(state["model"]), Strategy.model_validate(state["strategy"])
     run, base = state["run"], at(state["run"], ("model", "init_from"))
     published = _published(spec.name, Path(base)) if base else ()
-    licence = _licence(Path(base)) if base else {}
+    licence = (_licence(Path(base)) or licence_of(published)) if base else {}
     front: dict[str, Any] = {"library_name": "diffusers", "tags": _tags(spec, strategy, run)}
     if len(published) == 1:
         front["base_model"] = published[0]

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -76,22 +76,6 @@ def with_options(options: type[T]) -> Callable[[Callable[[T], R]], Callable[...,
         return run
 
     return decorate
-
-
-def plan_options() -> list[inspect.Parameter]:
-    """An option for each field of PlanRequest."""
-    from bigdit.search.request import OPTIONS, option
-
-    found = []
-    for name, known in OPTIONS.items():
-        kinds = get_args(known["type"])
-        kind: Any = next((each for each in (Path, str, bool, float, int) if each in kinds), str)  # in this order
-        flag = [option(name)] if kind is bool else []  # without a --no- form
-        shown = typer.Option(*flag, metavar=known["metavar"], help=known["help"])
-        given: Any = list[kind] if known["many"] else kind
-        annotation = Annotated[given | None, shown]
-        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    return found
 
 
 def parse_numbers(option: str, text: str, what: str, largest: int) -> list[int]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from bigdit import log
-from bigdit.commands import EXIT_DOES_NOT_FIT, Json, Set, parse_numbers, plan_options
+from bigdit.commands import EXIT_DOES_NOT_FIT, Json, Set, parse_numbers
 from bigdit.errors import UserError
-from bigdit.search.request import OPTIONS
+from bigdit.search.request import OPTIONS, option
 
 if TYPE_CHECKING:
     from bigdit.search.plan import ResolvedRequest
@@ -67,16 +67,24 @@ def run(
     return _plan_stages(config, overrides, {name: asked[name] for name in WITH_CONFIG}, out, as_json)
 
 
-def _with_options(command: Callable[..., int]) -> None:
-    """Give the command an option for each field of PlanRequest, before its own."""
-    named = inspect.signature(command, eval_str=True).parameters.values()
-    own = [each.replace(kind=each.KEYWORD_ONLY) for each in named if each.kind is not each.VAR_KEYWORD]
-    gpu, *others = sorted(plan_options(), key=lambda each: each.name != "gpu")
-    options = [gpu.replace(default=gpu.empty), *others, *own]
-    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+def _options() -> Iterator[inspect.Parameter]:
+    """An option for each field of PlanRequest; --gpu, which is required, comes first."""
+    for name in sorted(OPTIONS, key=lambda name: name != "gpu"):
+        known = OPTIONS[name]
+        kinds = get_args(known["type"])
+        kind: Any = next((each for each in (Path, str, bool, float, int) if each in kinds), str)  # in this order
+        flag = [option(name)] if kind is bool else []  # without a --no- form
+        shown = typer.Option(*flag, metavar=known["metavar"], help=known["help"])
+        given: Any = list[kind] if known["many"] else kind
+        default = inspect.Parameter.empty if name == "gpu" else None
+        annotation = Annotated[given | None, shown]
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-_with_options(run)
+_own = [each for each in inspect.signature(run, eval_str=True).parameters.values() if each.name != "asked"]
+run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [*_options(), *(each.replace(kind=each.KEYWORD_ONLY) for each in _own)]
+)
 
 
 def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:

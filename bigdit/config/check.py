@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,28 @@ def _check_start(run: RunConfig) -> Iterator[str]:
             f"train.snapshot_every is {run.train.snapshot_every}, and strategy.ema.widths is missing: an EMA of "
             "another width is made from two; set it to [0.05, 0.1], or leave snapshot_every out"
         )
+
+
+def check_paths(config: Path, runs: Iterable[RunConfig]) -> None:
+    """Raise UserError if a path in `config` exists relative to its folder, but not to the working folder."""
+    asked = [found for run in runs for found in paths(run.model_dump(exclude={"output", "plan"}), "")]
+    problems = [
+        f"{key}: {path} does not exist in {Path.cwd()}, and paths are relative to the folder of the command; "
+        f"{config.parent / path} exists: write that, or run the command in {config.parent}"
+        for key, path in asked
+        if not path.is_absolute() and not path.exists() and (config.parent / path).exists()
+    ]
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
+
+
+def paths(value: object, key: str) -> Iterator[tuple[str, Path]]:
+    """(key, path) of all paths in a document."""
+    if isinstance(value, Path):
+        yield key, value
+    elif isinstance(value, dict | list | tuple):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from paths(inner, f"{key}.{name}".removeprefix("."))
 
 
 SCHEMA = "schema.json"

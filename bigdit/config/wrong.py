@@ -6,7 +6,11 @@ sd-scripts, SimpleTuner, ai-toolkit, OneTrainer, accelerate and transformers' Tr
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import re
+import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -503,10 +507,22 @@ def _fields_at(path: Sequence[str], kind: type[BaseModel]) -> list[str]:
 
 def _meaning(path: Sequence[str], kind: type[BaseModel]) -> str:
     """The first clause of the meaning of the key at `path`; empty without one."""
-    fields = [model.model_fields.get(path[-1]) for model in _models_at(path[:-1], kind)]
-    text = next((each.description for each in fields if each is not None and each.description), "")
+    found = [meanings(model).get(path[-1]) for model in _models_at(path[:-1], kind)]
+    text = next(filter(None, found), "")
     first = re.split(r"[.;] ", " ".join(text.split()))[0].rstrip(".")
     return first[:1].lower() + first[1:]
+
+
+def meanings(model: type[BaseModel]) -> dict[str, str]:
+    """The docstring under each field of a model, by key."""
+    (parsed,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    assert isinstance(parsed, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(under.value.value)
+        for field, under in itertools.pairwise(parsed.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant) and isinstance(under.value.value, str)
+    }
 
 
 def _models_at(path: Sequence[str], kind: type[BaseModel]) -> list[type[BaseModel]]:

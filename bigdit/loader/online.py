@@ -24,7 +24,7 @@ from bigdit.loader.batch import CaptionedBatch, Captions
 from bigdit.loader.buffers import padded
 from bigdit.loader.order import Ints, draw
 from bigdit.sources.open import SourceList, open_source
-from bigdit.sources.protocol import Item, Sample, Unusable
+from bigdit.sources.protocol import Caption, Item, Sample, Unusable
 from bigdit.store.part import Shape
 from bigdit.store.schema import Classes, StoreSchema
 from bigdit.store.store import Index
@@ -128,7 +128,11 @@ class RawReader:
         loaded = [self._store.load(*place) for place in zip(parts.tolist(), rows.tolist(), strict=True)]
         pixels = torch.from_numpy(np.stack([each.pixels for each in loaded]))  # Pillow owns pixels of gray images
         labelled = self._store.schema.classes is not None
-        captions = () if labelled else [self._caption(*each) for each in zip(loaded, seeds, strict=True)]
+        captions = (
+            ()
+            if labelled
+            else [self._caption(each.sample.captions, seed) for each, seed in zip(loaded, seeds, strict=True)]
+        )
         extras = {}
         if labelled:
             extras[CLASS_LABEL] = self._held(torch.tensor([*map(self._label, loaded, seeds)]))
@@ -140,10 +144,20 @@ class RawReader:
         skipped = tuple(each.skipped for each in loaded)
         return CaptionedBatch(self._held(pixels), captions, indices, tuple(seeds), extras, skipped)
 
-    def _caption(self, loaded: Loaded, seed: int) -> str | None:
+    def lengths(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> Ints:
+        """Bytes of these samples' captions, which are known before their tokens. 0 if none is read."""
+        return np.array([self._bytes(*each) for each in zip(parts.tolist(), rows.tolist(), seeds, strict=True)])
+
+    def _bytes(self, number: int, row: int, seed: int) -> int:
+        try:
+            caption = self._caption(self._store.item(number, row).captions(), seed)
+        except Unusable:
+            return 0
+        return 0 if caption is None else len(caption.encode())
+
+    def _caption(self, captions: Sequence[Caption], seed: int) -> str | None:
         if self._drops(seed):
             return None
-        captions = loaded.sample.captions
         weights = np.array([each.weight for each in captions], np.float32)  # the dtype of a store
         return captions[chosen(weights, draw(seed, b"caption"))].text
 

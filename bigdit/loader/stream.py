@@ -110,6 +110,7 @@ class FeatureStream:
                 first_frames=first_frames,
             )
         )
+        self._places = functools.lru_cache(2 * ADVISED_AHEAD)(self._find_places)  # advised first, and read later
         self._lock = threading.Lock()
         self._advised = 0  # the first step that is not prefetched yet
 
@@ -165,14 +166,14 @@ class FeatureStream:
             for mine in self._places(step) % len(batch.rows)
         ]
 
-    def _places(self, step: int) -> Ints:
+    def _find_places(self, step: int) -> Ints:
         """The places [passes, micro-batch] of this process. Places beyond the global batch repeat its first samples."""
         passes, processes, micro = self._sizes
         count, size = math.prod(self._sizes), self.order.global_batch_size
         places = np.arange(count).reshape(self._sizes)
         if count > size:  # so that all processes repeat about equally many
             places = np.arange(count).reshape(passes, micro, processes).swapaxes(1, 2)
-        if self._by_text and processes > 1 and isinstance(self._reader, BatchReader):
+        if self._by_text and processes > 1:
             batch, of = self.order.batch(step), np.arange(count) % size
             every = [sample_seed(self._seed, step, place) for place in of.tolist()]
             lengths = self._reader.lengths(self._buckets[batch.bucket], batch.parts[of], batch.rows[of], every)

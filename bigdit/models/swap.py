@@ -5,6 +5,7 @@ Frozen weights never change. Trained ones are stepped in the backward pass, and 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,11 @@ class _Weights:
             for name, parameter in module._parameters.items()
             if parameter is not None and (self._trained or not parameter.requires_grad) and parameter not in left_out
         ]
+        for module in self._block.modules():
+            if (state := getattr(module, "quant_state", None)) is not None:  # bitsandbytes keeps nf4's scales there
+                there = vars(state)
+                there |= {name: nn.Parameter(there[name], requires_grad=False) for name in ("absmax", "code")}
+                found += [(there, name, there[name]) for name in ("absmax", "code")]
         self.parameters = [parameter for _, _, parameter in found]
         self._places = [(place, name) for place, name, _ in found]
 
@@ -253,7 +259,11 @@ def _in_row(row: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[nn.Pa
     found, start = [], 0
     for parameter in parameters:
         values = row[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-        found.append(nn.Parameter(values, requires_grad=parameter.requires_grad))
+        if hasattr(parameter, "quant_state"):  # bitsandbytes' weights know their shape
+            found.append(copy.copy(parameter))
+            found[-1].data = values
+        else:
+            found.append(nn.Parameter(values, requires_grad=parameter.requires_grad))
         start += _size(parameter)
     return found
 

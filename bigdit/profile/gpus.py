@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
+from typing import Any
 
 from bigdit.cache import Cache, digest_of
 from bigdit.catalog import Gpu
@@ -19,7 +20,7 @@ from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.processes import ROOT, in_checkout, own_module
-from bigdit.profile.attempt import UNLIMITED, Attempt, AttemptJob, Counted, Profile, StepRequest, TookTooLong, check
+from bigdit.profile.attempt import UNLIMITED, Attempt, AttemptJob, Profile, StepRequest, TookTooLong, check
 from bigdit.profile.pool import Pool, WorkerError, environment
 from bigdit.strategy import OptimizerSpec
 from bigdit.units import GIB
@@ -132,20 +133,18 @@ class EmulatedGpus:
                 _PROFILES.keep(key, found)
             return found
 
-    def attempt(
-        self,
-        request: StepRequest,
-        capacity_bytes: int = UNLIMITED,
-        *,
-        to_end: bool = True,
-        counted: Counted = "nothing",
-    ) -> Attempt:
-        """Two steps in which torch may reserve so many bytes, from the cache if possible. Raises as `profile`."""
-        job = AttemptJob(request=request, capacity_bytes=capacity_bytes, to_end=to_end, counted=counted)
+    def attempt(self, request: StepRequest, capacity_bytes: int = UNLIMITED, **how: Any) -> Attempt:
+        """Two steps in which torch may reserve so many bytes, from the cache if possible. `how`: fields of AttemptJob.
+
+        Raises as `profile`.
+        """
+        return self._attempt(AttemptJob(request=request, capacity_bytes=capacity_bytes, **how))
+
+    def _attempt(self, job: AttemptJob) -> Attempt:
         key = self._key(job)
         with self._free_slot() as slot:
             found = _ATTEMPTS.find(key)
-            for more in {"nothing": ("update", "step"), "update": ("step",), "step": ()}[counted]:
+            for more in {"nothing": ("update", "step"), "update": ("step",), "step": ()}[job.counted]:
                 found = found or _ATTEMPTS.find(self._key(job.model_copy(update={"counted": more})))
             if found is None:
                 if key in self._refused:
@@ -158,25 +157,18 @@ class EmulatedGpus:
                     raise
                 _ATTEMPTS.keep(key, found)
             elif found.ran and not found.reads:
-                self._unread.add(_kind(request))
+                self._unread.add(_kind(job.request))
             return found
 
-    def attempts(
-        self,
-        asked: Sequence[tuple[StepRequest, int]],
-        *,
-        counted: Callable[[StepRequest], Counted] = lambda _: "nothing",
-    ) -> list[Attempt | Exception]:
-        """An attempt for each request and capacity, in parallel; or its UserError or WorkerError.
+    def attempts(self, jobs: Sequence[AttemptJob]) -> list[Attempt | Exception]:
+        """An attempt for each job, in parallel; or its UserError or WorkerError.
 
-        `counted` says which work of a request is counted. Equal requests run once. Failures that may be due to this
-        machine (a timeout, a process that died) are lines in `unanswered` too.
+        Equal jobs run once. Failures that may be due to this machine (a timeout, a process that died) are lines in
+        `unanswered` too.
         """
-        keys = [(request.model_dump_json(), capacity_bytes) for request, capacity_bytes in asked]
-        once = dict(zip(keys, asked, strict=True))
-        found = {
-            key: self._threads.submit(self._answered, *each, counted=counted(each[0])) for key, each in once.items()
-        }
+        keys = [job.model_dump_json() for job in jobs]
+        once = dict(zip(keys, jobs, strict=True))
+        found = {key: self._threads.submit(self._answered, job) for key, job in once.items()}
         return [found[key].result() for key in keys]
 
     def largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
@@ -195,7 +187,7 @@ class EmulatedGpus:
             request = row.request(size)
             hopeless = size > expected and not request.strategy.compile_blocks
             room = capacity_bytes if hopeless else UNLIMITED
-            attempt = self._answered(request, room, to_end=not hopeless)
+            attempt = self._answered(AttemptJob(request=request, capacity_bytes=room, to_end=not hopeless))
             if not isinstance(attempt, Attempt):
                 return None
             if attempt.ran:
@@ -204,11 +196,9 @@ class EmulatedGpus:
             fitting, failing = (size, failing) if fits else (fitting, size)
         return fitting + min(max(row.expected(reserved, capacity_bytes) - fitting, 0.0), 0.99), reserved
 
-    def _answered(
-        self, request: StepRequest, capacity_bytes: int, *, to_end: bool = True, counted: Counted = "nothing"
-    ) -> Attempt | Exception:
+    def _answered(self, job: AttemptJob) -> Attempt | Exception:
         try:
-            return self.attempt(request, capacity_bytes, to_end=to_end, counted=counted)
+            return self._attempt(job)
         except (UserError, WorkerError) as error:
             if isinstance(error, TookTooLong | WorkerError):
                 self.unanswered[str(error).splitlines()[0].rstrip(":")] = None

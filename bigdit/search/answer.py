@@ -15,26 +15,23 @@ from bigdit.catalog.names import revision
 from bigdit.config.plan_file import Fewer
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.emulator.launch import compile_caches
-from bigdit.profile.attempt import UNLIMITED, Attempt
+from bigdit.profile.attempt import Attempt, AttemptJob
 from bigdit.profile.gpus import SOURCES, EmulatedGpus
 from bigdit.receipt import Receipt
 from bigdit.search.calibration import Calibration, check, own_receipts
 from bigdit.search.plan import DatasetNeed, Estimate, Plan, ResolvedRequest, WholeRun, uncounted
 from bigdit.strategy import BatchShape
-from bigdit.units import how_many
 
 if TYPE_CHECKING:
-    from bigdit.search.planner import Limits, Planner
+    from bigdit.search.planner import Planner
 
 PLANS = Cache("plans", Plan, "the plan", "the plan is made")
 
 _SOURCES = ("search", "speed", "catalog", "config", *SOURCES)
 """A cached plan is valid for these sources."""
 
-Say = Callable[[str], None]
 
-
-def make_plan(request: ResolvedRequest, *, progress: Say | None = None) -> Plan:
+def make_plan(request: ResolvedRequest, *, progress: Callable[[str], None] = lambda line: None) -> Plan:
     """The plan for `request`, cached for the same versions, catalogue and receipts.
 
     `progress` is called with a line for each stage. Raises UserError if the model cannot be planned.
@@ -45,30 +42,32 @@ def make_plan(request: ResolvedRequest, *, progress: Say | None = None) -> Plan:
     plan = PLANS.find(key)
     if plan is None:
         with EmulatedGpus(request.gpu) as gpus:  # its process imports libraries while this one imports the search
-            plan, lasts = made(request, own, gpus, progress or (lambda line: None))
+            plan, lasts = made(request, own, gpus, progress)
         if lasts:
             PLANS.keep(key, plan)
     return plan.noted(notices)  # not cached: they are about files that do not decide the plan
 
 
-def made(request: ResolvedRequest, own: Sequence[Receipt], gpus: EmulatedGpus, say: Say) -> tuple[Plan, bool]:
+def made(
+    request: ResolvedRequest, own: Sequence[Receipt], gpus: EmulatedGpus, say: Callable[[str], None]
+) -> tuple[Plan, bool]:
     """The plan for `request` from emulated GPUs and `own`, the GPU's receipts; and whether it may be cached.
 
     It may not if an attempt timed out or died, perhaps only because the machine was busy. `say` is called with a line
     for each stage. Raises UserError if the model has no step.
     """
-    from bigdit.search.planner import Planner  # late: it imports numpy, which a cached plan does not need
+    from bigdit.search.planner import Planner, Progress  # late: it imports numpy, which a cached plan does not need
 
     began = time.perf_counter()
     asked = hashlib.sha256(f"{request.model_dump_json()} {gpus.build}".encode()).hexdigest()[:32]
     kept = Path(compile_caches()["TORCHINDUCTOR_CACHE_DIR"], f"plan-{asked}")  # it is deleted with the compiled code
     compiled = f", its blocks compiled at each size{'' if kept.exists() else ': minutes the first time'}"
-    stages = _Stages(f"planning the training of {request.model.name}{compiled * request.constraints.compile}", say)
-    gpus.done = stages.count
-    stages.begin("which engines and settings fit")
+    progress = Progress(f"planning the training of {request.model.name}{compiled * request.constraints.compile}", say)
+    gpus.done = progress.count
+    progress.begin("which engines and settings fit")
     checked, more = check(own, request.gpu, gpus)
     calibration = Calibration(checked, routed=FAMILIES[request.model.spec.class_name].routed)
-    plan = _plan(Planner(request, gpus, calibration), stages)
+    plan = _plan(Planner(request, gpus, calibration, progress))
     if request.constraints.compile:
         with suppress(OSError):  # without it, the next plan announces minutes again
             kept.touch()
@@ -77,53 +76,30 @@ def made(request: ResolvedRequest, own: Sequence[Receipt], gpus: EmulatedGpus, s
     return plan.model_copy(update={"seconds": seconds}).noted([*more, *unanswered]), not unanswered
 
 
-class _Stages:
-    """The progress of a plan: its stage, and in parentheses the number of attempts so far."""
-
-    def __init__(self, what: str, say: Say) -> None:
-        self._what, self._say, self._stage, self._found = what, say, "", ""
-
-    def begin(self, stage: str) -> None:
-        self._stage = stage
-        self._say(f"{self._what}: {stage}")
-
-    def count(self, attempts: int) -> None:
-        self._say(f"{self._what}: {self._stage} ({how_many(attempts, 'attempt')}{self._found})")
-
-    def fits(self, best: Estimate) -> None:
-        self._found = f"; fits: {best.title}"
-
-
-def _plan(planner: Planner, stages: _Stages) -> Plan:
+def _plan(planner: Planner) -> Plan:
     from bigdit.search.explain import fixes, waterfall
     from bigdit.search.rows import curves, every, front, runs, same_kernels, smaller
     from bigdit.search.solve import search
 
     asked = planner.request
     batch = batch_shape(asked.model, asked.resolution, asked.frames)
-    limits: dict[str, Limits] = {}
-
-    def ahead(best: Estimate) -> None:
-        stages.fits(best)
-        limits[best.title] = planner.limits(best)
-
-    chosen = search(planner, ahead)
+    chosen = search(planner)
     request, profile = planner.request, planner.profiles[chosen.title]
-    stages.begin("the fastest alternatives")
+    planner.progress.begin("the fastest alternatives")
     rows = front(planner, chosen)
     unverified = request.model.unverified
     assumed = [] if unverified is None else [f"not verified of {request.model.name}: {unverified}"]
     steps, notices = waterfall(planner, chosen) if request.explain else ((), ())
     ran: list[Estimate] = []
     if not request.short_of_host(chosen.host_bytes):  # else no micro-batch fits
-        stages.begin("the largest micro-batches")
-        if chosen.title not in limits:
-            ahead(chosen)
-        if (largest := limits[chosen.title].get(request.resolution)) is not None:
+        planner.progress.begin("the largest micro-batches")
+        if chosen.title not in planner.limits:
+            planner.find_limits(chosen)
+        if (largest := planner.limits[chosen.title].get(request.resolution)) is not None:
             ran = runs(planner, chosen, largest)
     fits = chosen.verdict != "DOES NOT FIT"
     if not fits:
-        stages.begin("what would fit")
+        planner.progress.begin("what would fit")
     return Plan(
         request=asked,
         params=profile.params,
@@ -136,7 +112,7 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         host=planner.host(profile),
         front=rows,
         rejected=tuple(planner.rejected),
-        buckets=tuple(limits.get(chosen.title, {}).values()),
+        buckets=tuple(planner.limits.get(chosen.title, {}).values()),
         curves=curves(planner, chosen, ran),
         ran=every(planner, chosen, rows, ran),
         same_kernels=same_kernels(planner),
@@ -176,7 +152,7 @@ def _dataset(planner: Planner, batch: BatchShape) -> DatasetNeed | None:
     if planner.request.images is None:
         return None
     requests = encoding_requests(planner.request)
-    attempts = planner.gpus.attempts([(request, UNLIMITED) for request in requests.values()])
+    attempts = planner.gpus.attempts([AttemptJob(request=request) for request in requests.values()])
     found = {samples: each for samples, each in zip(requests, attempts, strict=True) if isinstance(each, Attempt)}
     return dataset_need(planner.request, batch, found if len(found) == len(requests) else {})
 

@@ -32,7 +32,7 @@ def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[WaterfallStep, 
     """The bars from the naive setting to `chosen`, and a line for each that could not run."""
     shown, notices, before = list[WaterfallStep](), list[str](), None
     *ways, last = changes(planner.request, chosen, planner.options[chosen.option].count)
-    for change, attempt in zip(ways, planner.unlimited(each.strategy for each in ways), strict=True):
+    for change, attempt in zip(ways, planner.unlimited([each.strategy for each in ways]), strict=True):
         if not isinstance(attempt, Attempt) or not attempt.ran:
             problem = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
             notices.append(f"not shown on the way to the recommended one: {change.title}: {problem}".splitlines()[0])

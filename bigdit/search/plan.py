@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.context import degrees
-from bigdit.config.load import MOST_MICRO_BATCH
+from bigdit.config.load import MOST_MICRO_BATCH, PRESETS
 from bigdit.config.plan_file import Asked, Expected, Fewer, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
 from bigdit.documents import Count, Natural, Positive, Side, Switch
 from bigdit.encoders.host_bytes import HostWeights
@@ -82,6 +82,22 @@ class Constraints(Strict):
         if not self.frozen:
             return (None,)
         return ("bf16", "int8", "nf4") if self.lora_base is None else (self.lora_base,)
+
+    def strategy(self, preset: str, base: str | None, ema: str | None, **settings: Any) -> Strategy:
+        """The strategy of a preset with what is fixed, this dtype of frozen weights and this place of the EMA.
+
+        Raises ValidationError where Strategy's rules refuse it.
+        """
+        lora, controlnet = (each and each.model_dump() | {"base": base} for each in (self.lora, self.controlnet))
+        fixed = {
+            "lora": lora,
+            "controlnet": controlnet,
+            "features": self.features,
+            "compile_blocks": self.compile,
+            "float8": self.float8 or "none",
+            "ema": ema and {"device": ema, "widths": self.ema_widths},
+        }
+        return Strategy.model_validate(PRESETS[preset] | fixed | settings)
 
 
 class ResolvedRequest(Strict):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from bigdit.catalog import Gpu
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.memory.process import ByteRange, non_torch_memory_of
-from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, StepRequest, request_for
+from bigdit.profile.attempt import Attempt, AttemptJob, Counted, Profile, StepRequest, request_for
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.option import Option
@@ -31,6 +32,7 @@ from bigdit.speed.seconds import Launches, StepTime, launches_of
 from bigdit.speed.step import step_time
 from bigdit.speed.work import Work, work_of
 from bigdit.strategy import Strategy
+from bigdit.units import how_many
 
 SAME_SPEED = 0.05
 """Strategies within this share of the fastest one's speed, at both ends of their intervals, count as equally fast.
@@ -57,26 +59,46 @@ Limits = dict[tuple[int, int], LargestMicroBatch]
 """By size in pixels."""
 
 
+class Progress:
+    """The progress of a plan: its stage, and in parentheses the number of attempts so far, and the best that fits."""
+
+    def __init__(self, what: str = "", say: Callable[[str], None] = lambda line: None) -> None:
+        self._what, self._say, self._stage, self._found = what, say, "", ""
+
+    def begin(self, stage: str) -> None:
+        self._stage = stage
+        self._say(f"{self._what}: {stage}")
+
+    def count(self, attempts: int) -> None:
+        self._say(f"{self._what}: {self._stage} ({how_many(attempts, 'attempt')}{self._found})")
+
+    def fits(self, best: Estimate) -> None:
+        self._found = f"; fits: {best.title}"
+
+
 @dataclass
 class Planner:
     """A `request`, the emulated GPUs, what receipts say, and what the search found.
 
     `options` were explored; `rejected` are choices with reasons. By the titles of estimates: `launches` of those that
-    ran, `profiles` of those that were recorded. `passed_over` is the lossless estimate that a much faster one replaced.
+    ran, `profiles` of those that were recorded, and `limits`, the largest micro-batches of those that may be the best.
+    `passed_over` is the lossless estimate that a much faster one replaced.
     """
 
     request: ResolvedRequest
     gpus: EmulatedGpus
     calibration: Calibration
+    progress: Progress = field(default_factory=Progress)
     options: dict[str, Option] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
     launches: dict[str, Launches | None] = field(default_factory=dict)
     profiles: dict[str, Profile] = field(default_factory=dict)
+    limits: dict[str, Limits] = field(default_factory=dict)
     passed_over: Estimate | None = None
 
     def about(self, request: ResolvedRequest) -> Planner:
         """A planner of another request with the same GPUs and receipts."""
-        return Planner(request, self.gpus, self.calibration)
+        return Planner(request, self.gpus, self.calibration, self.progress)
 
     def step_request(self, strategy: Strategy, resolution: tuple[int, int] | None = None) -> StepRequest:
         """Steps of `strategy`, with only as many micro-batches as memory depends on."""
@@ -90,13 +112,16 @@ class Planner:
         size = resolution or request.resolution
         return request_for(request.model, request.gpu, strategy, resolution=size, frames=request.frames)
 
-    def unlimited(self, strategies: Iterable[Strategy], **counted: Any) -> list[Attempt | Failure]:
-        """An attempt of each, in parallel, on a GPU without a memory limit; cached."""
-        return self.gpus.attempts([(self.step_request(each), UNLIMITED) for each in strategies], **counted)
+    def unlimited(
+        self, strategies: Sequence[Strategy], counted: Iterable[Counted] = repeat("nothing")
+    ) -> list[Attempt | Failure]:
+        """An attempt of each, in parallel, on a GPU without a memory limit; cached. `counted`: the work, for each."""
+        pairs = zip(strategies, counted, strict=False)
+        return self.gpus.attempts([AttemptJob(request=self.step_request(each), counted=work) for each, work in pairs])
 
     def non_torch(self, strategy: Strategy) -> ByteRange:
         """GPU memory of the process outside torch."""
-        return non_torch_memory_of(strategy, self.request.gpu.compute_capability, self.request.gpu.multiprocessors)
+        return non_torch_memory_of(strategy, self.request.gpu)
 
     def capacity(self, strategy: Strategy) -> int:
         """The most bytes that torch may reserve for the strategy to FIT."""
@@ -191,14 +216,15 @@ class Planner:
         that limit after the allocator freed cached memory.
         """
         found: list[Estimate | None] = []
-        for each, attempt in zip(predicted, self.unlimited(each.strategy for each in predicted), strict=True):
+        for each, attempt in zip(predicted, self.unlimited([each.strategy for each in predicted]), strict=True):
             if not isinstance(attempt, Attempt) or not attempt.ran:
                 found.append(None)
                 continue
             reserved, most = attempt.peak_reserved_bytes, self.request.gpu.usable_bytes - each.non_torch.low_bytes
             ran = self.ran(each, attempt, each.strategy)
             if reserved > most:
-                (last,) = self.gpus.attempts([(self.step_request(each.strategy), max(most, 1))])
+                limited = AttemptJob(request=self.step_request(each.strategy), capacity_bytes=max(most, 1))
+                (last,) = self.gpus.attempts([limited])
                 if isinstance(last, Attempt) and last.ran:
                     within = self.reserving(last.peak_reserved_bytes, each.non_torch)
                     ran = ran.model_copy(update=within | {"verdict": "TIGHT"})
@@ -266,16 +292,16 @@ class Planner:
             groups.setdefault((not each.lossless, self.options[each.option].last_resort), []).append(each)
         return [each for _, group in sorted(groups.items()) for each in _by_preference(group)]
 
-    def limits(self, chosen: Estimate) -> Limits:
-        """The largest micro-batches of each size, without sizes where an attempt failed. The search starts from
-        predictions for the planned size."""
+    def find_limits(self, chosen: Estimate) -> None:
+        """Add the largest micro-batches of each size to `limits`, without sizes where an attempt failed. The search
+        starts from predictions for the planned size."""
         columns = {"none": 0, "recommended": chosen.blocks, "full": self.options[chosen.option].count}
         rows = [*dict.fromkeys(columns.values())]
         with ThreadPoolExecutor(len(rows)) as pool:  # none waits for another's size
             ran = dict(zip(rows, pool.map(partial(self._largest, chosen), rows), strict=True))
         sizes = (self.request.resolution, *self.request.buckets)
         found = {size: {column: ran[blocks].get(size) for column, blocks in columns.items()} for size in sizes}
-        return {
+        self.limits[chosen.title] = {
             size: LargestMicroBatch.model_validate({"height": size[0], "width": size[1], **limits})
             for size, limits in found.items()
             if limits["recommended"] is not None

@@ -19,7 +19,6 @@ from bigdit.catalog.encoders import online_encoders
 from bigdit.catalog.gpus import float8_problems, precision_problems
 from bigdit.catalog.machine import resolve_gpu
 from bigdit.catalog.models import aspect_sizes
-from bigdit.config.load import PRESETS
 from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
@@ -27,7 +26,7 @@ from bigdit.profile.attempt import model_problems
 from bigdit.search.plan import Constraints, EngineChoice, ResolvedRequest
 from bigdit.search.request import PlanRequest, Size, option
 from bigdit.speed.seconds import Cluster
-from bigdit.strategy import MOST_GPUS, BatchShape, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
+from bigdit.strategy import MOST_GPUS, BatchShape, OptimizerSpec, Precision, Strict
 from bigdit.strategy.values import untrained_text
 from bigdit.units import A_SIZE, gib, parse_bytes, parse_count, parse_memory, parse_sizes, size_text
 
@@ -298,24 +297,18 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
     engines = (fixed.engine,) if fixed.engine else get_args(EngineChoice)[cluster.gpus > 1 :]
     computed = [each for each in reversed(get_args(Precision)) if gpu is None or not precision_problems(gpu, each)]
     precisions = [fixed.precision] if fixed.precision else computed
-    refusals, lora, controlnet = [], fixed.lora, fixed.controlnet
+    refusals, ema = [], {"none": None, "auto": "gpu"}.get(fixed.ema, fixed.ema)
     for engine, precision in itertools.product(engines, precisions):
         try:
-            Strategy(
-                **PRESETS[engine],
+            fixed.strategy(
+                engine,
+                base,
+                ema,
                 world_size=1 if engine == "single" else min(max(cluster.gpus, 1 + (fixed.engine == "ddp")), MOST_GPUS),
                 micro_batch_size=fixed.micro_batch_size or 1,
                 precision=precision,
-                optimizer=OptimizerSpec(name=fixed.optimizer or "adamw"),
-                ema=None
-                if fixed.ema == "none"
-                else EmaSpec(device="cpu" if fixed.ema == "cpu" else "gpu", widths=fixed.ema_widths),
-                lora=lora and LoraSpec.model_validate(lora.model_dump() | {"base": base}),
-                controlnet=controlnet and controlnet.model_copy(update={"base": base}),
-                features=fixed.features,
+                optimizer={"name": fixed.optimizer or "adamw"},
                 cp=1 if fixed.cp is None or cluster.gpus % fixed.cp else fixed.cp,
-                compile_blocks=fixed.compile,
-                float8=fixed.float8 or "none",
             )
         except ValidationError as error:
             refusals.append("; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors()))

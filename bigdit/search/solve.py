@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from bigdit.errors import UserError
-from bigdit.profile.attempt import Attempt, Counted, StepRequest
+from bigdit.profile.attempt import Attempt, Counted
 from bigdit.profile.pool import WorkerEnded
 from bigdit.search.option import (
     FIRST,
@@ -59,16 +59,13 @@ def probe(planner: Planner, strategies: Sequence[Strategy], *, variant: bool = F
     the plain ones.
     """
 
-    def counted(request: StepRequest) -> Counted:
-        strategy = request.strategy
+    counted: list[Counted] = []
+    for strategy in strategies:
         packed = variant and strategy.base not in (None, "bf16")
         few = strategy.blocks_to_swap == LEAST_SWAPPED < planner.request.model.block_count
         first = strategy.micro_batch_size == FIRST or strategy.checkpointed_blocks == 0
-        if packed or few or not first:
-            return "nothing"
-        return "update" if variant else "step"
-
-    return planner.unlimited(strategies, counted=counted)
+        counted.append("nothing" if packed or few or not first else "update" if variant else "step")
+    return planner.unlimited(strategies, counted)
 
 
 def explore(planner: Planner, proposed: Sequence[Option]) -> list[FailedOption]:
@@ -144,9 +141,8 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
     soon, then = ([each for each in some if _may_fit(planner, each)] for some in (soon, later))
     soon += then[: planner.gpus.count - len(soon)] if 0 < len(soon) < planner.gpus.count else []
     with ThreadPoolExecutor(max(len(soon), 1)) as pool:
-        [*pool.map(partial(_first_attempt, planner), soon)]
+        [*pool.map(lambda each: _begin(planner, each, bases), soon)]
     for base in bases:
-        most = request.gpu.usable_bytes - planner.non_torch(base.strategy).low_bytes
         on_host: dict[str, int] = {}  # bytes by title, of those that fit the GPU
         for each in (each for each in group if base in (each, each.base)):
             if not _may_fit(planner, each):
@@ -154,10 +150,7 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
                     {each.title: _least_optimizer_bytes(planner, each)} if each.strategy.optimizer_in_cpu_memory else {}
                 )
                 continue
-            found = _first_attempt(planner, each)  # if it failed, `explore` reports why
-            state = host_peak(found) if isinstance(found, Attempt) else 0
-            host = node_bytes(state, request.cluster, request.samples)
-            holds = not isinstance(found, Attempt) or state_bytes(found) <= most
+            holds, host = _state(planner, each)
             if holds and host <= request.host_memory_bytes:
                 engines.append(base)
                 for title, taken in on_host.items():  # optimizers before this one, AdamW first, need too much
@@ -168,6 +161,23 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
             short += [base] if on_host else []
             _reject(planner, base.title, on_host.values())
     return engines, short
+
+
+def _begin(planner: Planner, option: Option, bases: Sequence[Option]) -> None:
+    """Run the first attempt of an option, and for one of the `bases` that holds, all that `explore` asks of it."""
+    ran = isinstance(_first_attempt(planner, option), Attempt)
+    holds, host = _state(planner, option)
+    if ran and option in bases and holds and host <= planner.request.host_memory_bytes:
+        _attempts_of(planner, option)
+
+
+def _state(planner: Planner, option: Option) -> tuple[bool, int]:
+    """Whether the GPU holds the option's state, and the least CPU memory of a machine, from its first attempt."""
+    found, request = _first_attempt(planner, option), planner.request  # if it failed, `explore` reports why
+    most = request.gpu.usable_bytes - planner.non_torch(option.strategy).low_bytes
+    state = host_peak(found) if isinstance(found, Attempt) else 0
+    holds = not isinstance(found, Attempt) or state_bytes(found) <= most
+    return holds, node_bytes(state, request.cluster, request.samples)
 
 
 def _least_optimizer_bytes(planner: Planner, option: Option) -> int:
@@ -280,15 +290,12 @@ def _with_recomputed(strategy: Strategy, blocks: int, micro_batch_size: int) -> 
     return strategy.with_micro_batch_size(micro_batch_size).model_copy(update={"checkpointed_blocks": blocks})
 
 
-Ahead = Callable[[Estimate], object]
-
-
-def search(planner: Planner, ahead: Ahead) -> Estimate:
+def search(planner: Planner) -> Estimate:
     """The best estimate that fits, recorded; else the one that needs the least CPU memory, or comes nearest to fitting.
 
     Last resorts are tried in order, each where nothing lossless fits before it. Where CPU memory is only assumed and
     too small, the planner's request is changed to what the search needs. The planner then has all options in which
-    something fits, and what was rejected. `ahead` runs while the best estimate is recorded.
+    something fits, what was rejected, and the largest micro-batches of an estimate that fits.
     """
     proposed, left_out = proposals(planner.request)
     planner.options, planner.rejected, short_of_host = {}, [*left_out], list[Option]()
@@ -310,7 +317,7 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
         wanted = [each for each in _ranked(planner) if each.lossless or not lossless_later]
         _selective(planner, wanted[:1])
         options = [each for each in planner.options.values() if each.lossless or not lossless_later]
-        best = best_that_runs(planner, ahead, options)
+        best = best_that_runs(planner, options)
         if best is not None and best.verdict != "DOES NOT FIT":
             planner.rejected += _later_resorts(proposed, resort) if (planner.passed_over or best).lossless else []
             planner.rejected += _lora_rejected(planner) if resort else []
@@ -324,7 +331,7 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
     if least is not None and planner.request.host_assumed:
         needed = math.ceil(least.host_bytes / GIB) * GIB
         planner.request = planner.request.model_copy(update={"host_memory_bytes": needed})
-        return search(planner, ahead)
+        return search(planner)
     return _record_nearest(planner, least or _smallest(planner))
 
 
@@ -332,7 +339,7 @@ MUCH_FASTER = 1.3
 """Adapters over a quantised base are recommended where they are this many times as fast as lossless ones."""
 
 
-def _over_quantised(planner: Planner, ahead: Ahead, best: Estimate) -> Estimate | None:
+def _over_quantised(planner: Planner, best: Estimate) -> Estimate | None:
     """The best over a quantised base that fits, recorded, where it is MUCH_FASTER than the lossless `best`; else None.
 
     int8 has a tenth of nf4's error: it is chosen where it is as fast.
@@ -342,7 +349,7 @@ def _over_quantised(planner: Planner, ahead: Ahead, best: Estimate) -> Estimate 
     found = [each for each in _ranked(planner) if not each.lossless and rate(each) > MUCH_FASTER * rate(best)]
     fast = [each for each in found if as_fast_as(each, max(found, key=rate))]
     exact = [each for each in fast if each.strategy.base == "int8"] or fast
-    ran = best_that_runs(planner, ahead, [planner.options[each.option] for each in exact])
+    ran = best_that_runs(planner, [planner.options[each.option] for each in exact])
     if ran is None or ran.verdict != "FITS":
         return None
     planner.passed_over = best
@@ -477,11 +484,12 @@ MOST_RUN = 10
 """Most estimates that run on the way to the best."""
 
 
-def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) -> Estimate | None:
+def best_that_runs(planner: Planner, options: Sequence[Option]) -> Estimate | None:
     """The best estimate of these options that fits when it runs, recorded; else the best TIGHT one; else None. What is
     over a quantised base may take its place.
 
-    Predictions give the order, and each run corrects them. `ahead` runs while an estimate is recorded.
+    Predictions give the order, and each run corrects them. While an estimate is recorded, its largest micro-batches are
+    searched.
     """
     ran: dict[str, Estimate | None] = {}
     refused: set[str] = set()
@@ -502,16 +510,17 @@ def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) ->
         best = best_with("FITS")
         if best is None:
             break
-        if (faster := _over_quantised(planner, ahead, best)) is not None:
+        if (faster := _over_quantised(planner, best)) is not None:
             return faster
-        running_ahead = pool.submit(ahead, best)
+        planner.progress.fits(best)
+        limits = pool.submit(planner.find_limits, best)
         recorded = planner.record(best)
-        running_ahead.result()
+        limits.result()
         if recorded.verdict == "FITS":
             return recorded
         refused.add(best.title)
     tight = best_with("TIGHT")
-    return None if tight is None else _over_quantised(planner, ahead, tight) or planner.record(tight)
+    return None if tight is None else _over_quantised(planner, tight) or planner.record(tight)
 
 
 def _next_to_run(planner: Planner, new: Sequence[Estimate]) -> list[Estimate]:

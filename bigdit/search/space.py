@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bigdit.catalog.context import least_ring
-from bigdit.catalog.gpus import float8_problems, precision_problems
-from bigdit.config.load import parse_strategy
-from bigdit.errors import UserError
+from bigdit.config.load import PRESETS
 from bigdit.search.option import Option
 from bigdit.search.plan import Constraints, Rejected, ResolvedRequest
 from bigdit.strategy import FACTORED, OPTIMIZERS, Precision, Strategy
@@ -78,7 +75,7 @@ def precision_of(request: ResolvedRequest) -> Precision:
     """The fixed precision, or bf16 with fp32 masters; without bf16 on the GPU fp16, or fp32 with text encoders."""
     fixed = request.constraints
     other: Precision = "fp32" if fixed.lora is not None and fixed.lora.text_encoders else "fp16"
-    return fixed.precision or (other if precision_problems(request.gpu, "bf16") else "bf16")
+    return fixed.precision or (other if request.gpu.tflops.bf16 is None else "bf16")
 
 
 def _engines(request: ResolvedRequest) -> list[tuple[str, int]]:
@@ -134,17 +131,17 @@ def _settings(request: ResolvedRequest, engine: str) -> list[dict[str, Any]]:
         elif engine in ("fsdp2", "hsdp"):  # the smallest state, sharded
             pairs.append(("came", "bf16_sr" if without_masters else precision))
     return [
-        {"optimizer.name": optimizer, "precision": kind, "base": base, **ema}
+        {"optimizer": {"name": optimizer}, "precision": kind, "base": base, "ema": ema}
         for optimizer, kind in pairs
         for base in fixed.lora_bases
         for ema in _emas(fixed)
     ]
 
 
-def _emas(fixed: Constraints) -> list[dict[str, Any]]:
+def _emas(fixed: Constraints) -> list[str | None]:
+    """Places of the EMA to try; None keeps none."""
     places: dict[str, list[str | None]] = {"none": [None], "auto": ["gpu", "cpu"]}
-    widths = None if fixed.ema_widths is None else list(fixed.ema_widths)
-    return [{"ema.device": place, "ema.widths": widths} for place in places.get(fixed.ema, [fixed.ema])]
+    return places.get(fixed.ema, [fixed.ema])
 
 
 def _swapped(request: ResolvedRequest, found: Sequence[Option]) -> list[Option]:
@@ -180,8 +177,9 @@ def _in_backward(request: ResolvedRequest) -> list[Option]:
         return []
     found = []
     for ema in _emas(fixed):
-        settings = {"optimizer.name": fixed.optimizer or "adafactor", "precision": "bf16_sr", "base": None, **ema}
-        alone = {"optimizer_in_backward": "true", "gradient_clipping": "null"}
+        named = {"name": fixed.optimizer or "adafactor"}
+        settings = {"optimizer": named, "precision": "bf16_sr", "base": None, "ema": ema}
+        alone = {"optimizer_in_backward": True, "gradient_clipping": None}
         strategy = _strategy(request, "single", settings | alone)
         if strategy is not None:
             title = f"{_engine_title(request, 'single', 1)}, {_setting_title(request, settings)}"
@@ -192,26 +190,24 @@ def _in_backward(request: ResolvedRequest) -> list[Option]:
 def _strategy(request: ResolvedRequest, engine: str, settings: dict[str, Any]) -> Strategy | None:
     """The strategy of these settings; None where Strategy's rules refuse them."""
     fixed, world_size = request.constraints, 1 if engine == "single" else request.cluster.gpus
-    texts = ["fsdp2" if engine == "hsdp" else engine, f"world_size={world_size}", f"compile_blocks={fixed.compile}"]
-    same = fixed.model_dump(mode="json", include={"lora", "controlnet", "features", "float8"}, exclude_none=True)
-    texts += [f"{key}={json.dumps(value)}" for key, value in same.items()]
-    of = {"base": "lora.base" if fixed.controlnet is None else "controlnet.base"}
-    texts += [f"{of.get(key, key)}={value}" for key, value in settings.items() if value is not None]
+    more: dict[str, Any] = {"world_size": world_size}
     if (request.global_batch_size or 0) % (world_size // settings.get("cp", 1)):
-        texts.append("repeated_samples=1")  # one is enough for a batch to have weights
+        more["repeated_samples"] = 1  # one is enough for a batch to have weights
     if fixed.features == "online":
-        texts.append(f"encode_chunk={ONLINE_ENCODE_CHUNK}")
+        more["encode_chunk"] = ONLINE_ENCODE_CHUNK
     if engine == "hsdp":
-        texts.append(f"dp_replicate={request.cluster.nodes}")
+        more["dp_replicate"] = request.cluster.nodes
     if engine.startswith("zero") and request.model.params is not None:
         block = request.model.params // max(request.model.block_count, 1)
         # In whole millions, easy to read; DeepSpeed needs an even number.
         size = min(max(round(block, -6), BUCKETS[0]), BUCKETS[1])
-        texts += [f"ds_config.zero_optimization.{kind}_bucket_size={size}" for kind in ("reduce", "allgather")]
+        sizes = {"reduce_bucket_size": size, "allgather_bucket_size": size}
+        more["ds_config"] = {"zero_optimization": PRESETS[engine]["ds_config"]["zero_optimization"] | sizes}
     try:
-        return parse_strategy(texts).model_copy(update={"checkpointed_segments": fixed.checkpointed_segments})
-    except UserError:
+        found = fixed.strategy("fsdp2" if engine == "hsdp" else engine, **settings, **more)
+    except ValidationError:
         return None
+    return found.model_copy(update={"checkpointed_segments": fixed.checkpointed_segments})
 
 
 def _engine_title(request: ResolvedRequest, engine: str, cp: int) -> str:
@@ -223,16 +219,16 @@ def _engine_title(request: ResolvedRequest, engine: str, cp: int) -> str:
 
 
 def _setting_title(request: ResolvedRequest, settings: dict[str, Any]) -> str:
-    parts = [OPTIMIZERS[settings["optimizer.name"]]]
+    parts = [OPTIMIZERS[settings["optimizer"]["name"]]]
     if settings["precision"] == "bf16_sr":
         parts.append("bf16 without masters")
     if settings["base"] is not None:
         lora = request.constraints.lora
         parts.append(f"{'ControlNet' if lora is None else f'{lora.title} {lora.rank}'} over {settings['base']}")
-    if settings["ema.device"] is not None:
-        widths = settings["ema.widths"]
+    if settings["ema"] is not None:
+        widths = request.constraints.ema_widths
         many = "EMA" if widths is None else f"{len(widths)} EMAs"
-        parts.append(f"{many} {'in CPU memory' if settings['ema.device'] == 'cpu' else 'on the GPU'}")
+        parts.append(f"{many} {'in CPU memory' if settings['ema'] == 'cpu' else 'on the GPU'}")
     return ", ".join(parts)
 
 
@@ -276,7 +272,7 @@ def _left_out(request: ResolvedRequest) -> list[Rejected]:
             "torch's compiler takes seconds at each size that runs, minutes for a first plan; "
             "choose them with --compile"
         )
-    takes_fp8 = fixed.float8 is None and not float8_problems(request.gpu, "tensorwise")
+    takes_fp8 = fixed.float8 is None and request.gpu.tflops.fp8 is not None
     if takes_fp8 and precision_of(request).startswith("bf16") and not (fixed.engine or "").startswith("zero"):
         reasons["FP8 products"] = (
             "they change numbers, and save memory in compiled blocks alone; choose them with --compile --fp8"

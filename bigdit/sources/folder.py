@@ -126,7 +126,7 @@ class FolderItem(Item):
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         label = folder_label(self.name) if self.labelled else None
-        captions = self._captions() if self.captioned else ()
+        captions = self.captions()
         check_link(self.root, self.path, self.follow_links)
         if self.clip is not None and is_video(self.path):
             frames = partial(self._frames, self.clip, max_pixels)
@@ -157,7 +157,10 @@ class FolderItem(Item):
         """The bytes of a file in the folder of the image, if it exists."""
         return read_linked(self.root, self.path.with_name(name), self.follow_links, IMAGE_BYTES)
 
-    def _captions(self) -> tuple[Caption, ...]:
+    def captions(self) -> tuple[Caption, ...]:
+        """As Item.captions."""
+        if not self.captioned:
+            return ()
         files = self.caption_files or usual_files(self.path.stem)
         try:
             return captions_of(self.root, self.path.parent, files, self.follow_links)
@@ -441,10 +444,13 @@ class FrameFolder(Item):
 
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
+        return Contents(lambda: (decode(each, max_pixels) for each in self._frames()), self._digest, self.captions())
+
+    def captions(self) -> tuple[Caption, ...]:
+        """As Item.captions."""
         folder = self.root / self.name
         files = usual_files(folder.name)
-        captions = captions_of(self.root, folder.parent, files, self.follow_links) if self.captioned else ()
-        return Contents(lambda: (decode(each, max_pixels) for each in self._frames()), self._digest, captions)
+        return captions_of(self.root, folder.parent, files, self.follow_links) if self.captioned else ()
 
     def _digest(self) -> int:
         digest = xxhash.xxh3_64()

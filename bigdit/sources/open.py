@@ -22,7 +22,7 @@ from bigdit.sources.disk import not_there
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import FrameFolders, ImageFolder
 from bigdit.sources.image import SUFFIXES, Varied
-from bigdit.sources.protocol import Contents, Entry, Item, Source, cut
+from bigdit.sources.protocol import Caption, Contents, Entry, Item, Source, cut
 from bigdit.sources.tables import Rows, TableSource
 from bigdit.sources.text_rows import METADATA, has_metadata, open_rows
 from bigdit.sources.videos import Clip, Clips
@@ -61,6 +61,10 @@ class ListedItem(Item):
         _, min_side, max_upscale, buckets = self.limits
         fit = replace(contents.fit, min_side=min_side, max_upscale=max_upscale, buckets=buckets)
         return replace(contents, fit=fit)
+
+    def captions(self) -> tuple[Caption, ...]:
+        """As Item.captions."""
+        return self.item.captions()
 
 
 class SourceList:

@@ -8,7 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import xxhash
 from PIL import Image
@@ -74,11 +74,13 @@ class Contents:
     references: tuple[Callable[[], Image.Image], ...] = ()
 
     def sample(self) -> Sample:
-        """Decode the images and the mask. Raises Unusable for damaged ones, and a mask of another size."""
+        """Decode the images and the mask. Raises Unusable for damaged ones, and a mask of another size or all black."""
         image, mask = self.decode(), None if self.mask is None else self.mask()
         if mask is not None and isinstance(image, Image.Image) and mask.size != image.size:
             sizes = [f"{each.width} × {each.height} pixels" for each in (mask, image)]
             raise Unusable(f"mask of {sizes[0]} for an image of {sizes[1]}")
+        if mask is not None and mask.getbbox() is None:
+            raise Unusable("mask is black everywhere: nothing of the image would be trained")
         references = tuple(decode() for decode in self.references)
         return Sample(image, self.captions, self.label, self.fit, mask, references)
 
@@ -123,6 +125,10 @@ class Item(ABC):
         """
         return self.read().sample()
 
+    def captions(self) -> tuple[Caption, ...]:
+        """Its captions, if possible without reading images. Raises as `load`."""
+        return self.read().captions
+
 
 class Source(Protocol):
     """Images in a fixed order. `class_names`: the names of the classes in the source."""
@@ -159,6 +165,10 @@ def cut(ends: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int, i
             yield number, first, begin, stop
 
 
+def _unread() -> NoReturn:
+    raise AssertionError("an item without its images is neither decoded nor digested")
+
+
 @dataclass(frozen=True)
 class DerivedItem(Item):
     """An item whose contents are changed after they are read."""
@@ -171,6 +181,10 @@ class DerivedItem(Item):
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         return self.change(self.item.read(max_pixels))
+
+    def captions(self) -> tuple[Caption, ...]:
+        """As Item.captions."""
+        return self.change(Contents(_unread, _unread, self.item.captions())).captions
 
 
 class Several(ABC):

@@ -155,6 +155,12 @@ class TableItem(Item):
         except Unusable as error:
             raise Unusable(str(error) if self.where is None else f"{error} ({self.where})") from None
 
+    def captions(self) -> tuple[Caption, ...]:
+        """As Item.captions."""
+        if isinstance(self.row, Unusable):
+            raise self.row
+        return captions_of(self.row, self.columns) if self.columns.captions else ()
+
     def _read(self, max_pixels: int) -> Contents:
         if isinstance(self.row, Unusable):
             raise self.row
@@ -162,7 +168,7 @@ class TableItem(Item):
             raise Unusable(f"column {self.columns.image} names no image")
         column = self.columns.label
         label = None if column is None else label_of(self.row[column], f"column {column}")
-        captions = captions_of(self.row, self.columns) if self.columns.captions else ()
+        captions = self.captions()
         if self.clip is not None and isinstance(self.image, ImageFile) and is_video(self.image.path):
             frames = partial(self.image.frames, self.clip, max_pixels)
             return Contents(frames, partial(sampled_digest, self.image.path), captions, label)
@@ -367,7 +373,7 @@ def _usual(
     usual = usual or [name for name, cells in found.items() if cells == "image" and "image" in kinds]
     if len(usual) == 1:
         return usual[0]
-    others = [f"{found[name]} in {name}" for name in names if name in found]
+    others = [f"{found[name].replace('other', 'another type')} in {name}" for name in names if name in found]
     if usual:
         what = f"has {', '.join(usual)}: say which is meant"
     elif others:

@@ -66,7 +66,7 @@ class TarItem(Item):
         if self.problem is not None or (self.image is None and (self.video is None or self.clip is None)):
             raise Unusable(self.problem or ("sample of a video, without an image" if self.video else "empty sample"))
         label = None if self.label is None else self._label(self.label)
-        captions = self._captions() if self.captioned else ()
+        captions = self.captions()
         if self.clip is not None and self.video is not None:
             digest = partial(sampled_digest, self.tar, *self.video)
             return Contents(partial(self._frames, self.video, self.clip, max_pixels), digest, captions, label)
@@ -84,7 +84,11 @@ class TarItem(Item):
             raise Unusable(f"label {name} is missing")
         return json_label(self._read(self.json, name, CAPTION_BYTES), key, name)
 
-    def _captions(self) -> tuple[Caption, ...]:
+    def captions(self) -> tuple[Caption, ...]:
+        """As Item.captions."""
+        if not self.captioned:
+            return ()
+
         def read(name: str) -> bytes | None:
             span = self.json if name.endswith(".json") else self.txt
             return None if span is None else self._read(span, name, CAPTION_BYTES)

@@ -306,8 +306,9 @@ def _text_problems(strategy: Strategy) -> Iterator[str]:
     key = "lora.text_encoders is true"
     if strategy.features != "online":
         yield f"{key}, and features is {strategy.features}: the encoders run in no step; set it to online"
-    if strategy.engine != "single":
-        yield f"{key}, and was tried with engine single alone, and engine is {strategy.engine}; leave it out"
+    if strategy.engine not in ("single", "ddp"):
+        engines = _either(("single", "ddp"), strategy.world_size)
+        yield f"{key}, and engine is {strategy.engine}, which shards them; use engine {engines}, or leave it out"
     others = ("blocks_to_swap", "compile_blocks", "offload_activations", "optimizer_in_backward")
     yield from (
         f"{key}, and was not tried with {each}; leave one of them out" for each in others if getattr(strategy, each)
@@ -366,7 +367,7 @@ def _engine_problems(strategy: Strategy) -> Iterator[str]:
             f"dp_replicate and cpu_offload belong to the engine fsdp2, and engine is {engine}"
             + ("; DeepSpeed's offload is in ds_config.zero_optimization" if engine == "deepspeed" else "")
         )
-    if strategy.repeated_samples >= strategy.places:
+    if strategy.repeated_samples >= max(strategy.places, 1):
         yield (
             f"repeated_samples is {strategy.repeated_samples}, and a step has {strategy.places} places; leave it out: "
             "it follows from global_batch_size"
@@ -489,9 +490,10 @@ def _float8_problems(strategy: Strategy) -> Iterator[str]:
         yield "float8 was not tried with DeepSpeed's flat partitions; use engine single or fsdp2"
     if not strategy.precision.startswith("bf16"):
         yield f"float8 casts weights and activations of bf16, and precision is {strategy.precision}; use precision bf16"
-    if strategy.lora is not None and (strategy.lora.base != "bf16" or strategy.lora.dora):
-        kind = "dora, which computes with the plain weights" if strategy.lora.dora else f"base {strategy.lora.base}"
-        yield f"float8 was not tried with lora.{kind}; use LoRA with lora.base bf16"
+    if strategy.base not in (None, "bf16"):
+        yield f"float8 was not tried with {strategy.base_key} {strategy.base}; set it to bf16"
+    if strategy.lora is not None and strategy.lora.dora:
+        yield "float8 was not tried with lora.dora, which computes with the plain weights; set it to false"
     if strategy.lora is not None and strategy.lora.kind != "lora":
         yield f"float8 was not tried with lora.kind {strategy.lora.kind}; leave one of them out"
     if strategy.blocks_to_swap:
@@ -528,8 +530,6 @@ def _controlnet_problems(strategy: Strategy) -> Iterator[str]:
         yield "lora and controlnet are both set, and a run trains only one; leave the other out"
     if strategy.cp > 1:
         yield f"cp is {strategy.cp}, and a ControlNet does not split a sample; set it to 1"
-    if strategy.float8 != "none":
-        yield "float8 was not tried with controlnet; leave one of them out"
 
 
 def _either(engines: Sequence[EngineName], world_size: int) -> str:
@@ -556,11 +556,6 @@ def _swap_problems(strategy: Strategy) -> Iterator[str]:
             f"device, without masters: precision is {strategy.precision} and optimizer_in_backward is "
             f"{str(strategy.optimizer_in_backward).lower()}; set precision to bf16_sr and optimizer_in_backward to "
             "true, or set lora"
-        )
-    if strategy.base == "nf4":
-        yield (
-            f"blocks_to_swap copies plain weights, and {strategy.base_key} is nf4, whose scales lie beside them; use "
-            f"{strategy.base_key} int8, fp8 or bf16, or set blocks_to_swap to 0"
         )
     if strategy.checkpointing != "full":
         yield (

@@ -26,8 +26,7 @@ class Strict(BaseModel):
 class Section(Strict):
     """A section of a user's document. The reference and errors show the docstring under a field."""
 
-    # Reading docstrings takes about 3 ms per class, so only sections do it. A command builds the few that it uses.
-    model_config = ConfigDict(use_attribute_docstrings=True, defer_build=True)
+    model_config = ConfigDict(defer_build=True)  # a command builds the few that it uses
 
     also: ClassVar[dict[str, str]] = {}
     """Keys that may replace a field, and their meaning."""

@@ -15,7 +15,7 @@ from bigdit.catalog.context import context_misfits
 from bigdit.catalog.families import FAMILIES
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
-from bigdit.config.check import has_store
+from bigdit.config.check import has_store, paths
 from bigdit.config.data import DataConfig
 from bigdit.config.load import of_each
 from bigdit.config.plan_file import PlanFile
@@ -35,19 +35,9 @@ from bigdit.store.files import url_of
 from bigdit.store.report import caption_lines, written_report
 from bigdit.store.text import cut_line, summed
 from bigdit.strategy import BatchShape, ModelSpec, Strategy
-from bigdit.train.prepare import Prepared, paths
+from bigdit.train.prepare import Prepared
 from bigdit.train.resume import Start
 from bigdit.train.step import Encode, encode
-
-
-def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
-    """The store of stage `first`; stores of later stages are checked too. Raises UserError as `open_store`."""
-
-    def one(number: int) -> FeatureStore:
-        each = stages[number]
-        return open_store(each.stage.run, each.spec, each.stage.plan)
-
-    return of_each(range(first, len(stages)), one)[0]
 
 
 def check_data(stages: Sequence[Prepared]) -> list[str]:
@@ -56,17 +46,16 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
     Returns lines about what is missing, sources that changed since they were encoded, and the lengths of captions.
     """
 
-    def one(number: int) -> list[str]:
-        each = stages[number]
-        data, encoders = each.stage.run.data, each.stage.run.encoders.model_dump()
+    def one(each: Prepared) -> list[str]:
+        data, encoders = each.run.data, each.run.encoders.model_dump()
         absent = [f"{key} {path}" for key, path in paths(encoders, "encoders") if not path.exists()]
-        absent += lacking(each.stage.run.encoders)
+        absent += lacking(each.run.encoders)
         if data.features is None:  # features online
             open_source(data)
             return [f"missing, and each step needs it: {', '.join(absent)}"] if absent else []
         stored = has_store(data)
         if stored:
-            open_store(each.stage.run, each.spec, each.stage.plan)
+            open_store(each.run, each.spec, each.plan)
         elsewhere = url_of(data.features) is not None
         missing = check_sources(data, listed=not stored and not elsewhere)
         if stored and not missing:
@@ -77,7 +66,7 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
         needed = [f"missing, and `bigdit extract` needs it to fill {data.features}: {', '.join(absent)}"]
         return [*(lines if missing else []), *(needed if absent else [])]
 
-    return list(dict.fromkeys(line for lines in of_each(range(len(stages)), one) for line in lines))
+    return list(dict.fromkeys(line for lines in of_each(stages, one) for line in lines))
 
 
 def _outdated(data: DataConfig) -> list[str]:
@@ -167,9 +156,9 @@ class TrainData:
         """The function that encodes a micro-batch in the step; None with a store of features."""
         return None if self.encoders is None else functools.partial(encode, self.encoders, strategy.encode_chunk)
 
-    def stream(self, reached: Prepared, strategy: Strategy, world: World, device: torch.device) -> FeatureStream:
-        """This process's micro-batches of the stage `reached`."""
-        run = reached.stage.run
+    def stream(self, stage: Prepared, strategy: Strategy, world: World, device: torch.device) -> FeatureStream:
+        """This process's micro-batches of a stage."""
+        run = stage.run
         return FeatureStream(
             self.store,
             world.of_samples(strategy.cp),
@@ -179,9 +168,9 @@ class TrainData:
             seed=run.train.seed,
             caption_dropout=run.data.caption_dropout,
             first_frames=FirstFrameChanges(run.data.first_frame_dropout, run.data.first_frame_noise),
-            no_class=no_class(reached.spec),
+            no_class=no_class(stage.spec),
             loss_weights=[source.loss_weight for source in run.data.images],
-            by_text=FAMILIES[reached.spec.class_name].by_text,
+            by_text=FAMILIES[stage.spec.class_name].by_text,
             read_ahead_steps=strategy.read_ahead_steps,
             threads=run.data.read_threads,
             pin_memory=device.type == "cuda",
@@ -193,17 +182,18 @@ def open_data(start: Start, device: torch.device) -> tuple[TrainData, list[str]]
 
     Raises UserError if it does not fit the run, the model, the plan or the checkpoint.
     """
-    reached = start.reached
-    strategy, stage = reached.strategy, reached.stage
+    stage, strategy = start.stage, start.stage.strategy
     store: FeatureStore | RawStore
     if strategy.features == "cached":
-        store, encoders = open_stores(start.stages, stage.number), None
+        from_here = start.stages[stage.number :]  # stores of later stages are checked too
+        stores = of_each(from_here, lambda each: open_store(each.run, each.spec, each.plan), first=stage.number)
+        store, encoders = stores[0], None
     else:
         store, encoders = open_online(
-            stage.run, reached.spec, stage.plan, device, strategy.encode_chunk or strategy.micro_batch_size
+            stage.run, stage.spec, stage.plan, device, strategy.encode_chunk or strategy.micro_batch_size
         )
         tokens = None if store.text_shape is None else store.text_shape[0]
-        if problems := context_misfits(reached.spec, strategy.cp, store.buckets, tokens):
+        if problems := context_misfits(stage.spec, strategy.cp, store.buckets, tokens):
             raise UserError(*problems)
     order, notices = start.order(store)
     if stage.plan is not None:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +20,6 @@ from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.order import step_seed
 from bigdit.loader.stages import data_state
-from bigdit.loader.stream import Micro
 from bigdit.models.equip import CompiledGraphs, compile_errors
 from bigdit.shortage import memory_errors
 from bigdit.train.data import TrainData, largest_batch_shape, open_data
@@ -36,7 +35,7 @@ from bigdit.train.record import RunRecord
 from bigdit.train.resume import Start, start_of
 from bigdit.train.saves import Saves, export_due, export_missed
 from bigdit.train.state import TrainState, build_state, shape_errors
-from bigdit.train.step import Encode, StepResult, train_step
+from bigdit.train.step import train_step
 
 # On a GPU a step that runs out of memory is repeated with less: other errors come before or between steps.
 _LESS = {
@@ -72,7 +71,7 @@ def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
     The stages were checked before. Raises UserError before the first step for an output in use, a store of other
     encoders, or a checkpoint of another model. Raises Stopped after a signal.
     """
-    run, needed = stages[0].stage.run, stages[0].strategy.engine != "single"
+    run, needed = stages[0].run, stages[0].strategy.engine != "single"
     on_host = any(each.strategy.cpu_offload for each in stages)
     timeout = max(run.train.timeout, FIRST_STEP_S)
     with (
@@ -82,36 +81,32 @@ def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
         memory_errors("training", device, _LESS[device.type]),
         compile_errors(),
     ):
-        ended = _train(stages, world, stop, device)
-        if world.world_size == 1:
-            return ended
-        return replace(ended, store=dist.PrefixStore("bigdit", dist.distributed_c10d._get_default_store()))
+        check_alike(stages, world, device)
+        if world.is_main:
+            for folder in (run.output, *(run.output / each for each in (CHECKPOINTS, EMA_SNAPSHOTS, EXPORTS))):
+                checkpoint.remove_unfinished(folder)
+        start = start_of(stages)
+        log_lines(world, start.notices)
+        if start.found is not None and start.done is not None:
+            return _nothing_left(start, start.found, start.done, world)
+        data, notices = open_data(start, device)
+        log_lines(world, notices, notes=True)
 
-
-def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.device) -> Ended:
-    check_alike([each.stage for each in stages], world, device)
-    output = stages[0].stage.run.output
-    for folder in (output, *(output / each for each in (CHECKPOINTS, EMA_SNAPSHOTS, EXPORTS))) if world.is_main else ():
-        checkpoint.remove_unfinished(folder)
-    start = start_of(stages)
-    log_lines(world, start.notices)
-    if start.found is not None and start.done is not None:
-        return _nothing_left(start, start.found, start.done, world)
-    data, notices = open_data(start, device)
-    log_lines(world, notices, notes=True)
-
-    began = time.perf_counter()
-    with ExitStack() as stack:
-        state = build_state(start, data, world, device, stack)
-        last = _steps(start, data, state, stop, began)
-    stage = start.reached.stage
-    following = None if stage.end == start.ends[-1] else stage.number + 1
-    return Ended(last, stage.end, trained=True, following=following)
+        began = time.perf_counter()
+        with ExitStack() as stack:
+            state = build_state(start, data, world, device, stack)
+            last = _steps(start, data, state, stop, began)
+        stage = start.stage
+        following = None if stage.end == start.ends[-1] else stage.number + 1
+        store = None
+        if world.world_size > 1:
+            store = dist.PrefixStore("bigdit", dist.distributed_c10d._get_default_store())
+        return Ended(last, stage.end, trained=True, following=following, store=store)
 
 
 def _nothing_left(start: Start, found: checkpoint.Checkpoint, done: str, world: World) -> Ended:
     """Write the export that an interrupted run left out, and log that all steps were taken."""
-    run = start.reached.stage.run
+    run = start.stage.run
     log_lines(world, [done])
     if world.is_main:
         export_missed(run, start.ends, found)
@@ -122,34 +117,35 @@ def _nothing_left(start: Start, found: checkpoint.Checkpoint, done: str, world: 
 
 def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: float) -> Path:
     """Take the steps of the current stage; returns its last checkpoint. Raises Stopped after a signal."""
-    stage, strategy = start.reached.stage, state.strategy
-    run, world, device = stage.run, state.peers.world, state.engine.device
+    stage, strategy = start.stage, state.strategy
+    run, world, meter = stage.run, state.peers.world, state.meter
+    trained = state.engine, state.family, state.objective
     if stage.count > 1:
         log_lines(world, [f"{stage.name}: steps {stage.start + 1} to {stage.end} of {start.ends[-1]}"])
-    stream, encode = data.stream(start.reached, strategy, world, device), data.encode(strategy)
+    stream, encode = data.stream(stage, strategy, world, meter.device), data.encode(strategy)
     with ExitStack() as stack:
         monitor = open_monitor(start, data, stream, state, stack)
         steps = stack.enter_context(closing(stream.steps(start.step, stage.end)))
         record = _record(start, state)
-        every = None if state.meter.emulated else run.train.compare_replicas_every  # an emulated GPU computes nothing
+        every = None if meter.emulated else run.train.compare_replicas_every  # an emulated GPU computes nothing
         replicas = ReplicaCheck(state.engine, state.ema, state.peers, every)
         stop.begin(start.step)  # the process groups so far are training's own
         saves = _saves(start, data, state, monitor.metrics, record, stack)
-        smaller = state.fallback, state.smaller, state.peers
-        recovery = stack.enter_context(Recovery(run, world, device, *smaller, saves, stop))
+        recovery = stack.enter_context(Recovery(run, meter, state.fallback, state.smaller, state.peers, saves, stop))
         _keep(world, record)
         cut: list[str] = []
-        graphs = CompiledGraphs(strategy.compile_blocks)
+        graphs = CompiledGraphs(strategy)
         for step in range(start.step, stage.end):
             with monitor.metrics.waiting_for_data():
                 micro_batches = next(steps)
             lr = learning_rate(run, step - stage.start)
             torch.manual_seed(step_seed(run.train.seed, step))  # for the rounding of bf16_sr
             graphs.begin()
-            with shape_errors(run):
-                result = _step(state, recovery, step, micro_batches, lr, encode)
+            with shape_errors(run), recovery.step(step):
+                result = train_step(*trained, micro_batches, lr=lr, ema=state.ema, phase=meter.phase, encode=encode)
+            meter.end_step()
             done = step + 1
-            sizes = [(state.strategy.step_size, *(each.shape for each in batch.tensors())) for batch in micro_batches]
+            sizes = [(strategy.step_size, *(each.shape for each in batch.tensors())) for batch in micro_batches]
             log_lines(world, graphs.lines(done, sizes), notes=True)
             monitor.add(done, optim.effective_lr(state.engine.optimizer, lr), result, micro_batches)
             if not cut and (cut := data.cut_here()):
@@ -158,7 +154,7 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
             if done == start.step + 1:
                 stop.answer_within(run.train.timeout)
             if done == start.step + MEASURED_STEPS:
-                _keep(world, record.model_copy(update={"measured": state.meter.measured}))
+                _keep(world, record.model_copy(update={"measured": meter.measured}))
                 log_lines(world, _compare_with_plan(state))
             signum = stop.asked(done)
             whole, snapshot = saves.due(done) or signum, saves.snapshot_due(done)
@@ -171,20 +167,11 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
                 raise Stopped(signum, done, _saved(saves, done))
         stop.answer_within(max(run.train.timeout, FIRST_STEP_S))  # the main process still decodes images
         last = _saved(saves, stage.end)
-        log_lines(world, data.cut(state.peers, state.strategy.cp), notes=True)
+        log_lines(world, data.cut(state.peers, strategy.cp), notes=True)
         if world.is_main:
-            monitor.sum_up(stage.end - start.step, state.strategy.global_batch_size)
+            monitor.sum_up(stage.end - start.step, strategy.global_batch_size)
             write_receipt(start, data, state, monitor, began)
     return last
-
-
-def _step(
-    state: TrainState, recovery: Recovery, step: int, micro_batches: Sequence[Micro], lr: float, encode: Encode | None
-) -> StepResult:
-    """Take the step after `step` finished ones."""
-    engine, family, objective = state.engine, state.family, state.objective
-    with state.meter.step() as phase, recovery.step(step, phase) as noted:
-        return train_step(engine, family, objective, micro_batches, lr=lr, ema=state.ema, phase=noted, encode=encode)
 
 
 def _compare_with_plan(state: TrainState) -> list[str]:
@@ -196,10 +183,10 @@ def _compare_with_plan(state: TrainState) -> list[str]:
 
 
 def _record(start: Start, state: TrainState) -> RunRecord:
-    stage = start.reached.stage
+    stage = start.stage
     return RunRecord(
         start=start.step,
-        model=start.reached.spec,
+        model=stage.spec,
         strategy=state.strategy,
         run=stage.run.model_copy(update={"objective": state.objective}),
         device=state.meter.device_name,
@@ -214,7 +201,7 @@ def _record(start: Start, state: TrainState) -> RunRecord:
 def _saves(
     start: Start, data: TrainData, state: TrainState, metrics: Metrics, record: RunRecord, stack: ExitStack
 ) -> Saves:
-    stage = start.reached.stage
+    stage = start.stage
     run = stage.run
     described = {
         **record.model_dump(mode="json", include={"model", "strategy", "run"}),
@@ -264,14 +251,14 @@ def learning_rate(run: RunConfig, step: int) -> float:
 
 def write_receipt(start: Start, data: TrainData, state: TrainState, monitor: Monitor, began: float) -> None:
     """Write the receipt of the stage's steps since the start. `began`: time.perf_counter() at the start."""
-    stage, strategy, meter = start.reached.stage, state.strategy, state.meter
+    stage, strategy, meter = start.stage, state.strategy, state.meter
     path = stage.run.output / (RECEIPT if stage.end == start.ends[-1] else receipt_of(stage.number))
     steps, seconds = stage.end - start.step, time.perf_counter() - began
     seconds_per_step = monitor.metrics.seconds_per_step
     planned = None if meter.measured is None else state.planned  # there is nothing to compare with
     written = receipt.Receipt(
         kind="train",
-        model=start.reached.spec,
+        model=stage.spec,
         batch=largest_batch_shape(data.store),
         buckets=len(data.store.buckets),
         strategy=strategy,

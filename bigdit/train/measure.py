@@ -14,7 +14,6 @@ from torch.profiler import record_function
 
 from bigdit.emulator import on_emulated_gpu
 from bigdit.train.record import MeasuredMemory, PhaseMemory
-from bigdit.train.step import Phase
 
 STEPS = 2  # optimizer state appears in the first one
 
@@ -26,9 +25,11 @@ class MemoryMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._cuda = device.type == "cuda"
         self._steps = 0
         self._peaks = GpuPeaks()
+        self.last_phase = ""
         self.measured: MeasuredMemory | None = None
         self.emulated = self._cuda and on_emulated_gpu()
         # Whichever variable or call set it.
@@ -40,19 +41,16 @@ class MemoryMeter:
         if self._cuda:
             self._peaks.begin("init")
 
-    @contextmanager
-    def step(self) -> Iterator[Phase]:
-        """Surround one training step; yields the phases that it runs with."""
-        if self._steps >= STEPS:
-            yield record_function
-            return
-        yield self._phase
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """Surround the phase `name` of a training step."""
+        self.last_phase = name
+        return self._peaks.phase(name) if self._cuda and self._steps < STEPS else record_function(name)
+
+    def end_step(self) -> None:
+        """Count a step that was taken."""
         self._steps += 1
         if self._steps == STEPS:
             self._finish()
-
-    def _phase(self, name: str) -> AbstractContextManager[object]:
-        return self._peaks.phase(name) if self._cuda else record_function(name)
 
     def _finish(self) -> None:
         self._peaks.end()

@@ -26,14 +26,13 @@ from bigdit import log, shortage
 from bigdit.cache import read_checksummed, write_checksummed
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
-from bigdit.dist import World
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.receipt import OutOfMemory
 from bigdit.strategy import StepSize, Strategy, Strict
+from bigdit.train.measure import MemoryMeter
 from bigdit.train.processes.end import all_may_start, be_ended_by_signals, restart
 from bigdit.train.processes.stop import Stop, Stopped
 from bigdit.train.saves import Saves
-from bigdit.train.step import Phase
 
 FILE = "out_of_memory.json"
 
@@ -108,15 +107,14 @@ _KEY = "out of memory"
 class Recovery:
     """Surrounds steps, and recovers when one runs out of memory; all processes make one.
 
-    `fallback`: the strategy in use; `following`: the next one, None if there is none. `peers` answer while main threads
-    are inside a step. All processes must be ready within train.grace.
+    `meter` knows the phase. `fallback`: the strategy in use; `following`: the next one, None if there is none. `peers`
+    answer while main threads are inside a step. All processes must be ready within train.grace.
     """
 
     def __init__(
         self,
         run: RunConfig,
-        world: World,
-        device: torch.device,
+        meter: MemoryMeter,
         fallback: OomFallback,
         following: Strategy | None,
         peers: Peers,
@@ -124,10 +122,10 @@ class Recovery:
         stop: Stop,
     ) -> None:
         self._output, self._grace = run.output, run.train.grace
-        self._world, self._device, self._peers = world, device, peers
+        self._meter, self._device, self._peers, self._world = meter, meter.device, peers, peers.world
         self._fallback, self._following = fallback, following
         self._saves, self._stop = saves, stop
-        self._step, self._phase = -1, ""
+        self._step = -1
         self._began: torch.cuda.Event | None = None
         self._restarting, self._over = threading.Lock(), threading.Event()
         self._store: dist.Store | None = None
@@ -152,20 +150,13 @@ class Recovery:
             self._listener.join()
 
     @contextmanager
-    def step(self, step: int, phase: Phase) -> Iterator[Phase]:
-        """Surround the step after `step` finished ones; yields the phases that it runs with."""
-
-        @contextmanager
-        def noted(name: str) -> Iterator[object]:
-            self._phase = name
-            with phase(name) as entered:
-                yield entered
-
-        self._step, self._phase = step, ""
+    def step(self, step: int) -> Iterator[None]:
+        """Surround the step after `step` finished ones."""
+        self._step, self._meter.last_phase = step, ""
         if self._began is not None:
             self._began.record()
         try:
-            yield noted
+            yield
         except RuntimeError as error:
             if self._device.type != "cuda" or not shortage.ran_out(error):
                 raise
@@ -191,13 +182,13 @@ class Recovery:
             step=self._step,
             rank=self._world.rank,
             device=torch.cuda.get_device_name(self._device),
-            phase=self._phase,
+            phase=self._meter.last_phase,
             asked_bytes=shortage.asked_bytes(str(error)),
             free_bytes=free,
             total_bytes=total,
             allocated_bytes=torch.cuda.memory_allocated(self._device),
             reserved_bytes=torch.cuda.memory_reserved(self._device),
-            saved=self._phase in INTACT and not self._fallback.now.optimizer_in_backward,
+            saved=self._meter.last_phase in INTACT and not self._fallback.now.optimizer_in_backward,
             before=self._fallback.now.step_size,
             after=after.step_size,
         )

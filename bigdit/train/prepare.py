@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from bigdit import log
 from bigdit.catalog.conditions import condition_problems
@@ -19,20 +18,14 @@ from bigdit.config.plan_file import PlanFile, check_plan
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned, partial
-from bigdit.strategy import ModelSpec, Strategy, swap_misfit
+from bigdit.strategy import ModelSpec, swap_misfit
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A checked stage, and its model."""
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Stage):
+    """A checked stage, with its model."""
 
-    stage: Stage
     spec: ModelSpec
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy of its steps."""
-        return self.stage.run.strategy
 
 
 def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[Prepared]:
@@ -41,17 +34,16 @@ def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[P
     Raises UserError with all problems.
     """
 
-    def one(number: int) -> Prepared:
-        stage = stages[number]
+    def one(stage: Stage) -> Prepared:
         spec = prepare(stage.run, stage.plan)
         if starting:
             check_accelerate(stage.run.strategy)
             if stage.run.data.features is not None:
                 check_store(stage.run.data)
-        return Prepared(stage, spec)
+        return Prepared(**vars(stage), spec=spec)
 
-    found = of_each(range(len(stages)), one)
-    objectives = [learned(objective_of(each.spec, each.stage.run.objective)) for each in found]
+    found = of_each(stages, one)
+    objectives = [learned(objective_of(each.spec, each.run.objective)) for each in found]
     problems = [
         not_shared(number, f"objective.{key}", own.get(key), objectives[0].get(key))
         for number, own in enumerate(objectives)
@@ -59,7 +51,7 @@ def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[P
         if own.get(key) != objectives[0].get(key)
     ]
     problems += [
-        not_shared(each.stage.number, "strategy.ds_config: zero_optimization.stage", own, found[0].strategy.zero_stage)
+        not_shared(each.number, "strategy.ds_config: zero_optimization.stage", own, found[0].strategy.zero_stage)
         for each in found
         if (own := each.strategy.zero_stage) != found[0].strategy.zero_stage
     ]
@@ -72,7 +64,7 @@ def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[P
 
 def stage_at(stages: Sequence[Prepared], step: int) -> Prepared:
     """The stage of step number `step` (from 0); the last stage after all steps."""
-    return next((each for each in stages if step < each.stage.end), stages[-1])
+    return next((each for each in stages if step < each.end), stages[-1])
 
 
 def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
@@ -102,28 +94,6 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
     if problems:
         raise UserError(*problems)
     return spec
-
-
-def check_paths(config: Path, runs: Iterable[RunConfig]) -> None:
-    """Raise UserError if a path in `config` exists relative to its folder, but not to the working folder."""
-    asked = [found for run in runs for found in paths(run.model_dump(exclude={"output", "plan"}), "")]
-    problems = [
-        f"{key}: {path} does not exist in {Path.cwd()}, and paths are relative to the folder of the command; "
-        f"{config.parent / path} exists: write that, or run the command in {config.parent}"
-        for key, path in asked
-        if not path.is_absolute() and not path.exists() and (config.parent / path).exists()
-    ]
-    if problems:
-        raise UserError(*dict.fromkeys(problems))
-
-
-def paths(value: object, key: str) -> Iterator[tuple[str, Path]]:
-    """(key, path) of all paths in a document."""
-    if isinstance(value, Path):
-        yield key, value
-    elif isinstance(value, dict | list | tuple):
-        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from paths(inner, f"{key}.{name}".removeprefix("."))
 
 
 def log_lines(world: World, lines: Iterable[str], *, notes: bool = False) -> None:

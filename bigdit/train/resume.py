@@ -34,31 +34,25 @@ def with_steps(stages: Sequence[Prepared]) -> tuple[list[Prepared], list[str]]:
     not fit the schedule.
     """
 
-    def one(number: int) -> tuple[Prepared, str | None]:
-        return _with_steps(stages[number])
-
-    found = of_each(range(len(stages)), one)
-    placed = in_order([each.stage for each, _ in found])
-    counted = [replace(each, stage=stage) for (each, _), stage in zip(found, placed, strict=True)]
-    return counted, [line for _, line in found if line is not None]
+    found = of_each(stages, _with_steps)
+    return list(in_order([stage for stage, _ in found])), [line for _, line in found if line is not None]
 
 
-def _with_steps(prepared: Prepared) -> tuple[Prepared, str | None]:
-    stage, run = prepared.stage, prepared.stage.run
-    epochs = run.train.epochs
+def _with_steps(stage: Prepared) -> tuple[Prepared, str | None]:
+    run, epochs = stage.run, stage.run.train.epochs
     if epochs is None:
-        return prepared, None
+        return stage, None
     asked = f"{stage.prefix}train.epochs {epochs:g}"
     if lacks_store(run.data):
-        return prepared, f"{asked}: the number of steps is known once {run.data.features} holds features"
-    samples, batch = epoch_of(run), prepared.strategy.global_batch_size
+        return stage, f"{asked}: the number of steps is known once {run.data.features} holds features"
+    samples, batch = epoch_of(run), stage.strategy.global_batch_size
     steps = steps_of(epochs, samples, batch)
     train = run.train.model_copy(update={"steps": steps, "epochs": None})
-    if problems := schedule_problems(train, prepared.strategy.optimizer):
+    if problems := schedule_problems(train, stage.strategy.optimizer):
         raise UserError(*problems)
     run = run.model_copy(update={"train": train})
     line = f"{asked} of {how_many(round(samples), 'sample')} in steps of {batch:,}: {how_many(steps, 'step')}"
-    return replace(prepared, stage=replace(stage, run=run, length="train.epochs")), line
+    return replace(stage, run=run, length="train.epochs"), line
 
 
 def samples_of(run: RunConfig) -> int:
@@ -92,14 +86,14 @@ def steps_of(epochs: float, samples: Fraction | int, global_batch_size: int) -> 
 
 @dataclass(frozen=True)
 class Start:
-    """Where training begins: at the checkpoint `found`, None for a new run, in the stage `reached` of `stages`.
+    """Where training begins: at the checkpoint `found`, None for a new run, in `stage`, one of `stages`.
 
     `notices`: lines to log about it.
     """
 
     stages: Sequence[Prepared]
     found: Checkpoint | None
-    reached: Prepared
+    stage: Prepared
     notices: tuple[str, ...]
 
     @property
@@ -110,22 +104,22 @@ class Start:
     @property
     def ends(self) -> list[int]:
         """Finished steps at the end of each stage."""
-        return [each.stage.end for each in self.stages]
+        return [each.end for each in self.stages]
 
     @property
     def done(self) -> str | None:
         """A message if no steps are left."""
-        stage = self.reached.stage
-        if self.found is None or self.step < stage.end:
+        if self.found is None or self.step < self.stage.end:
             return None
-        return f"{self.found.folder} has its {self.step} steps already; raise {stage.prefix}{stage.length} to continue"
+        key = f"{self.stage.prefix}{self.stage.length}"
+        return f"{self.found.folder} has its {self.step} steps already; raise {key} to continue"
 
     def order(self, store: FeatureStore | RawStore) -> tuple[Order, list[str]]:
         """`plan_order` for the store of the current stage. Raises UserError as it does."""
-        run, first_step = self.reached.stage.run, self.reached.stage.start
+        run, first_step = self.stage.run, self.stage.start
         saved, where = (None, run.output) if self.found is None else (self.found.state["data"], self.found.folder)
         validated = run.validation.samples if run.validation else 0
-        batch = self.reached.strategy.global_batch_size
+        batch = self.stage.strategy.global_batch_size
         rates = [source.rate for source in run.data.images]
         return plan_order(store, batch, run.train.seed, saved, self.step, where, validated, first_step, rates)
 
@@ -135,12 +129,12 @@ def start_notices(stages: Sequence[Prepared]) -> list[str]:
 
     Raises UserError as training would, except for what encoders find in images with features online.
     """
-    if any(each.stage.run.train.steps is None for each in stages):
+    if any(each.run.train.steps is None for each in stages):
         return []
     start = start_of(stages)
     if start.done is not None:
         return [*start.notices, start.done]
-    run = start.reached.stage.run
+    run = start.stage.run
     if not has_store(run.data):
         return list(start.notices)
     _, notices = start.order(FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache))
@@ -150,7 +144,7 @@ def start_notices(stages: Sequence[Prepared]) -> list[str]:
 def _random_weights(first: Prepared) -> list[str]:
     """A line if a published model starts from random weights."""
     known = repositories(first.spec.name)
-    if first.stage.run.model.init_from is not None or not known:
+    if first.run.model.init_from is not None or not known:
         return []
     return [
         f"note: {first.spec.name} starts from random weights; model.init_from: FOLDER starts from published ones, such "
@@ -175,20 +169,20 @@ def _low_rate(strategy: Strategy) -> list[str]:
 
 def verdict(stages: Sequence[Prepared]) -> str:
     """A checked run as `ok: 240 images, 3 buckets, 60 steps of 4, fits as planned: 21.34 GiB of 23.53 GiB`."""
-    lines = [(f"{each.stage.name}: " if each.stage.count > 1 else "") + ", ".join(_known(each)) for each in stages]
+    lines = [(f"{each.name}: " if each.count > 1 else "") + ", ".join(_known(each)) for each in stages]
     return "; ".join([f"ok: {lines[0]}", *lines[1:], *_progress(stages)])
 
 
 def _progress(stages: Sequence[Prepared]) -> list[str]:
     """Where a run with a checkpoint resumes, if its steps are known."""
-    start = start_of(stages) if all(each.stage.run.train.steps is not None for each in stages) else None
+    start = start_of(stages) if all(each.run.train.steps is not None for each in stages) else None
     if start is None or not start.step:
         return []
     return ["nothing is left to train" if start.done else f"resumes after step {start.step:,}"]
 
 
-def _known(prepared: Prepared) -> Iterator[str]:
-    run, plan, batch = prepared.stage.run, prepared.stage.plan, prepared.strategy.global_batch_size
+def _known(stage: Prepared) -> Iterator[str]:
+    run, plan, batch = stage.run, stage.plan, stage.strategy.global_batch_size
     data, train = run.data, run.train
     if data.features is None or has_store(data):
         yield f"{samples_of(run):,} {data.samples}"
@@ -196,7 +190,7 @@ def _known(prepared: Prepared) -> Iterator[str]:
         yield f"features in {data.features}" if url_of(data.features) else "no features yet (`bigdit extract`)"
     yield how_many(len(data.all_buckets), "bucket")
     yield f"{train.steps:,} steps of {batch:,}" if train.steps else f"{train.epochs:g} epochs in steps of {batch:,}"
-    if plan is None or unplanned(prepared.strategy, plan):
+    if plan is None or unplanned(stage.strategy, plan):
         yield "memory not planned (`bigdit plan --config`)"
     else:
         taken, usable = plan.expected.process_bytes[1], plan.expected.usable_bytes
@@ -205,17 +199,17 @@ def _known(prepared: Prepared) -> Iterator[str]:
 
 def start_of(stages: Sequence[Prepared]) -> Start:
     """Where training begins. Raises UserError if it cannot resume from the output's checkpoint."""
-    found, notices = checkpoint.latest(stages[0].stage.run.output)
+    found, notices = checkpoint.latest(stages[0].run.output)
     if found is None:
         return Start(stages, None, stages[0], (*notices, *_random_weights(stages[0]), *_low_rate(stages[0].strategy)))
-    reached, last = stage_at(stages, found.step), stage_at(stages, max(found.step - 1, 0))
-    check_border(found.state["data"], found.folder, last.stage.start, found.step)
-    checkpoint.check_resumable(found, reached.spec, reached.strategy)
-    objective = objective_of(reached.spec, reached.stage.run.objective)
+    stage, last = stage_at(stages, found.step), stage_at(stages, max(found.step - 1, 0))
+    check_border(found.state["data"], found.folder, last.start, found.step)
+    checkpoint.check_resumable(found, stage.spec, stage.strategy)
+    objective = objective_of(stage.spec, stage.run.objective)
     checkpoint.check_objective(found, objective)
-    start = Start(stages, found, reached, tuple(notices))
-    if last is not reached or start.done is not None:  # a new stage may differ, and without steps nothing is trained
+    start = Start(stages, found, stage, tuple(notices))
+    if last is not stage or start.done is not None:  # a new stage may differ, and without steps nothing is trained
         return start
-    run = reached.stage.run.model_copy(update={"objective": objective})
+    run = stage.run.model_copy(update={"objective": objective})
     changed = [f"note: {line}" for line in checkpoint.changed_since(found, run)]
     return replace(start, notices=(*notices, *changed))

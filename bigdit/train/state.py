@@ -67,10 +67,10 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
 
     Raises UserError if weights or the checkpoint cannot be read.
     """
-    found, spec, run, plan = start.found, start.reached.spec, start.reached.stage.run, start.reached.stage.plan
+    found, spec, run, plan = start.found, start.stage.spec, start.stage.run, start.stage.plan
     family, peers = models.family(spec.class_name), checkpoint.Peers(world)
     collectives = stack.enter_context(Collectives()) if world.world_size > 1 else None
-    (fallback, *_) = peers.gather(read_oom_fallback(run.output, start.reached.strategy) if world.is_main else None)
+    (fallback, *_) = peers.gather(read_oom_fallback(run.output, start.stage.strategy) if world.is_main else None)
     assert fallback is not None
     strategy = fallback.now
     if found is not None:
@@ -101,7 +101,7 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
 
 def _weights(start: Start, strategy: Strategy) -> nn.Module:
     """The plain model in CPU memory: without values if a checkpoint fills all, else from init_from, or random."""
-    spec, run = start.reached.spec, start.reached.stage.run
+    spec, run = start.stage.spec, start.stage.run
     dtype, source = engines.compute_dtype(strategy), run.model.init_from
     if start.found is not None and not strategy.frozen:
         return models.skeleton(spec, dtype=dtype)
@@ -112,15 +112,11 @@ def _weights(start: Start, strategy: Strategy) -> nn.Module:
 
 def check_models(stages: Sequence[Prepared]) -> list[nn.Module]:
     """`check_model` of each stage. Raises UserError with all problems."""
-
-    def one(number: int) -> nn.Module:
-        return check_model(stages[number].stage.run, stages[number].spec, stages[number].strategy)
-
-    found = of_each(range(len(stages)), one)
+    found = of_each(stages, lambda each: check_model(each.run, each.spec, each.strategy))
     first = stages[0]
-    _check_start(first.stage.run, first.spec)
-    lora, adapters = first.strategy.lora, first.stage.run.model.lora_from
-    if adapters is not None and lora is not None and not _resumes(first.stage.run):
+    _check_start(first.run, first.spec)
+    lora, adapters = first.strategy.lora, first.run.model.lora_from
+    if adapters is not None and lora is not None and not _resumes(first.run):
         checkpoint.load_adapters(found[0], first.spec, lora, adapters)
     return found
 

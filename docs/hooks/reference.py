@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from bigdit.app import app
 from bigdit.config.run import RunConfig
+from bigdit.config.wrong import meanings
 from bigdit.strategy import Strategy
 from bigdit.units import LARGEST
 
@@ -77,18 +78,15 @@ def _sections(model: type[BaseModel]) -> str:
 def _table(model: type[BaseModel]) -> str:
     """What a model's docstring says, and its keys."""
     schema = model.model_json_schema(ref_template="{model}")
+    meant = {key: _cell(" ".join(meaning.split())) for key, meaning in meanings(model).items()}
     required = schema.get("required", [])
     rows = [
-        f"| `{key}` | {_meaning(part)} | {kind(part)} | {'' if key in required else _default(part)} |"
+        f"| `{key}` | {meant[key]} | {kind(part)} | {'' if key in required else _default(part)} |"
         for key, part in schema["properties"].items()
     ]
     rows += [f"| `{key}` | {_cell(meaning)} | | |" for key, meaning in getattr(model, "also", {}).items()]
     head = ["| key | meaning | type | default |", "| --- | --- | --- | --- |"]
     return "\n".join(["", inspect.getdoc(model) or "", "", *head, *rows, ""])
-
-
-def _meaning(part: dict[str, Any]) -> str:
-    return _cell(" ".join(part.get("description", "").split()))
 
 
 def kind(part: dict[str, Any]) -> str:

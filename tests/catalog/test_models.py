@@ -13,7 +13,7 @@ from bigdit.catalog import FAMILIES, batch_shape, latent_shape, model
 from bigdit.catalog.conditions import class_count, class_misfits, no_class, takes_classes, takes_first_frame
 from bigdit.catalog.families import fills, is_controlled, training_obstacle
 from bigdit.catalog.gpus import gpus
-from bigdit.catalog.models import models
+from bigdit.catalog.models import licences, models
 from bigdit.catalog.names import load_json
 from bigdit.errors import UserError
 from bigdit.models import build, families, outline
@@ -243,3 +243,9 @@ def built(name):
 def test_counts_are_those_of_diffusers(name):
     m = model(name)
     assert built(name) == (m.params, m.buffer_elems, m.block_lists)
+
+
+def test_each_licence_is_of_repositories_that_the_catalogue_has_each_once():
+    named = [repository for licence in licences() for repository in licence.repositories]
+    assert len(named) == len(set(named))
+    assert set(named) <= set(load_json("models.json")["hub"])

@@ -83,6 +83,32 @@ def test_a_model_of_edits_is_found_among_those_that_take_images(altered, given):
     assert front["tags"] == ["bigdit", "image-to-image"]
 
 
+@pytest.mark.parametrize(
+    ("name", "base", "known"),
+    [
+        ("flux.1-dev", "/models/flux/transformer", "flux-1-dev-non-commercial-license"),
+        ("flux.1-dev", "/models/FLUX.1-Krea-dev/flux1-krea-dev.safetensors", "flux-1-dev-non-commercial-license"),
+        ("wan2.2-t2v-a14b-high", "/models/mine/transformer", "apache-2.0"),
+        (
+            "flux.2-klein-9b",
+            "/hub/models--black-forest-labs--FLUX.2-klein-9B/snapshots/1/transformer",
+            "non-commercial",
+        ),
+        ("dit-xl-2", "/models/dit/transformer", "not known here"),
+        (
+            "ltx-video-0.9",
+            "/models/ltx/transformer",
+            "https://huggingface.co/Lightricks/LTX-Video/blob/main/License.txt",
+        ),
+    ],
+)
+def test_the_licence_of_a_known_repository_is_in_the_catalogue(altered, trained, name, base, known):
+    model = checkpoint.latest(trained)[0].state["model"] | {"name": name}
+    front, rows, _ = altered({("model", "init_from"): base}, model=model)
+    assert known in rows["Licence of the base"]
+    assert ("license" in front) == (known != "not known here")
+
+
 def test_a_base_of_the_hub_and_a_trigger_word_are_named(altered, trained):
     model = checkpoint.latest(trained)[0].state["model"] | {"name": "sana-1600m-1024"}
     source = {"path": "/home/someone/my dog|s", "caption_prefix": "sks dog, "}

@@ -127,7 +127,7 @@ def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
     assert SCHEMA == FILE
     assert not (tmp_path / "run").exists()
     code = (
-        "import sys; from bigdit.errors import guard; from bigdit.train.main import main; "
+        "import sys; from bigdit.errors import guard; from bigdit.train.__main__ import main; "
         "guard(lambda: main(sys.argv[1:])); sys.exit('torch' in sys.modules)"
     )
     done = run_command(sys.executable, "-c", code, *arguments)

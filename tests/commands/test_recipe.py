@@ -36,8 +36,8 @@ def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_gpu(name):
     for each in stages:
         assert each.strategy.world_size == found.processes
         assert each.spec == catalog.model(found.about.model).spec
-        assert str(each.stage.run.model.init_from).startswith(found.weights)
-        encoders = each.stage.run.encoders
+        assert str(each.run.model.init_from).startswith(found.weights)
+        encoders = each.run.encoders
         text = [] if encoders.text is None else [encoders.text.pipeline]
         assert len(text) != takes_classes(each.spec)
         assert {str(folder) for folder in (encoders.image.path.parent, *text)} == {found.weights}

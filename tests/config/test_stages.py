@@ -85,7 +85,7 @@ def test_a_run_without_stages_is_one(tmp_path):
 def test_a_step_belongs_to_the_stage_that_takes_it(tmp_path):
     """A checkpoint at a border belongs to the next stage, one at the end of all to the last."""
     stages = prepare_stages(load_stages(written(tmp_path, LOW, HIGH), ALONE))
-    assert [stage_at(stages, step).stage.number for step in (0, 4, 5, 11, 12)] == [0, 0, 1, 1, 1]
+    assert [stage_at(stages, step).number for step in (0, 4, 5, 11, 12)] == [0, 0, 1, 1, 1]
 
 
 def test_overrides_reach_a_stage(tmp_path):

@@ -20,7 +20,7 @@ from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.errors import EXIT_USER, guard
 from bigdit.store.schema import StoreSchema
 from bigdit.store.tensors import config_digest
-from bigdit.train.main import main
+from bigdit.train.__main__ import main
 
 TEXT = load_run(DIGITS).encoders.text.config
 

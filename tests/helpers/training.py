@@ -1,14 +1,14 @@
 """Tiny runs of the digits in this process."""
 
 import yaml
-from commands import DIGITS, SINGLE, TINY, bigdit, reading, with_set
+from commands import DIGITS, SINGLE, TINY, in_process, reading, with_set
 from safetensors.torch import load_file
 
 from bigdit import checkpoint
 from bigdit.config import load_stages
 from bigdit.dist import World
 from bigdit.errors import guard
-from bigdit.train import main
+from bigdit.train.__main__ import main
 from bigdit.train.loop import train
 from bigdit.train.prepare import prepare_stages
 from bigdit.train.processes.stop import Stop
@@ -16,7 +16,7 @@ from bigdit.train.processes.stop import Stop
 
 def launched(config, overrides):
     """Train in this process as a launched one does. Returns the exit status."""
-    return guard(lambda: main.main(["--config", str(config), *with_set(overrides)]))
+    return guard(lambda: main(["--config", str(config), *with_set(overrides)]))
 
 
 def run(features, output, *more):
@@ -42,7 +42,7 @@ def encoded_for(folder, model, vae, data, text=(), strategy=(), **encoders):
         "output": str(folder / "run"),
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    done = bigdit("extract", "--config", folder / "run.yaml")
+    done = in_process("extract", "--config", folder / "run.yaml", "--workers", "1")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -56,7 +56,7 @@ def run_to(steps, output, features, *overrides):
     """Train in this process up to `steps`, resuming from `output`. Returns the last checkpoint."""
     settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]
     prepared = prepare_stages(load_stages(DIGITS, settings))
-    train(prepared, World(), Stop(prepared[0].stage.run.train.grace, World()))
+    train(prepared, World(), Stop(prepared[0].run.train.grace, World()))
     found, _ = checkpoint.latest(output)
     return found
 

@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections import Counter
 
+import numpy as np
 import pytest
 import tiny_pipelines
 import tiny_sources
@@ -33,13 +35,16 @@ from tiny_pipelines import (
 from bigdit import checkpoint
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run, load_stages
+from bigdit.config.data import DataConfig
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract
-from bigdit.loader.online import open_online
+from bigdit.loader.online import RawStore, open_online
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
+from bigdit.sources.open import open_source
 from bigdit.store import FeatureStore
+from bigdit.store.schema import StoreSchema
 from bigdit.train.loop import train
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.prepare import prepare_stages
@@ -165,6 +170,42 @@ def test_two_processes_encode_a_share_each(sd3, tmp_path):
     )
     assert len(set(single)) == 3
     assert found == pytest.approx(single, rel=2e-2)
+
+
+def test_captions_are_dealt_without_reading_images(tmp_path):
+    """The global batch and its seeds stay as they are, and the slowest process has little more than the others."""
+    for number in range(24):
+        tiny_sources.save(tmp_path / f"{number}.png", "word " * (1 + number * number % 17))
+    source = open_source(DataConfig(images=str(tmp_path), features=None, buckets=[(8, 8)]))
+    schema = StoreSchema(codec={}, text_encoder={}, buckets=[(8, 8)], sources=source.identity["sources"], part_size=8)
+    raw = RawStore(source, schema, (4, 4, 4), "rgb", torch.float32, (90, 8))
+    order = Order(raw.counts, list(raw.buckets), 24, 0)
+    options = {"micro_batch_size": 2, "grad_accum_steps": 3, "seed": 0, "caption_dropout": 0.1}
+    plain, dealt = (
+        [FeatureStream(raw, World(rank=rank, world_size=4), order, by_text=by_text, **options) for rank in range(4)]
+        for by_text in (False, True)
+    )
+
+    def read(streams):
+        """Each sample that a process of `streams` reads, and the bytes of captions [processes, passes]."""
+        batches = [stream.micro_batches(1) for stream in streams]
+        samples = Counter(
+            sample
+            for own in batches
+            for each in own
+            for sample in zip(each.seeds, each.indices, each.captions, strict=True)
+        )
+        return samples, np.array([[sum(len(text or "") for text in each.captions) for each in own] for own in batches])
+
+    (samples, before), (same, after) = read(plain), read(dealt)
+    assert samples == same
+    assert len(samples) == 24
+    more = [each.max(0).sum() / each.mean(0).sum() - 1 for each in (after, before)]
+    assert more[0] < 0.05 < more[1], more
+    again = [[seeds for *_, seeds in stream.samples(1)] for stream in dealt]
+    for image in tmp_path.glob("*.png"):
+        image.write_bytes(b"")
+    assert [[seeds for *_, seeds in stream.samples(1)] for stream in dealt] == again
 
 
 def test_a_run_by_epochs_counts_its_images(sd3, tmp_path, capsys):

@@ -50,6 +50,8 @@ POLICIES = {
     "loha": {"checkpointed_blocks": "all", "lora": LoraSpec(kind="loha", rank=4)},
     "int8": {"checkpointed_blocks": "all", "lora": LoraSpec(base="int8", rank=4)},
     "fp8": {"checkpointed_blocks": "all", "lora": LoraSpec(base="fp8", rank=4, dora=True)},
+    "nf4": {"checkpointed_blocks": "all", "lora": LoraSpec(base="nf4", rank=4)},
+    "nf4 dora": {"checkpointed_blocks": BLOCKS - 1, "lora": LoraSpec(base="nf4", rank=4, dora=True)},
 }
 
 
@@ -217,8 +219,6 @@ def test_what_cannot_be_is_refused():
         ValueError, match=r"blocks_to_swap .*precision is bf16 .*; set precision to bf16_sr .*or set lora"
     ):
         lora(3, lora=None)
-    with pytest.raises(ValueError, match=r"blocks_to_swap .*, and lora\.base is nf4, .*; use lora\.base int8, "):
-        lora(3, lora=LoraSpec(base="nf4"))
     with pytest.raises(ValueError, match=r"blocks_to_swap is 4, and checkpointed_blocks is 3: .* set .* to 4 or more"):
         lora(4, checkpointed_blocks=3)
     with pytest.raises(
@@ -256,7 +256,8 @@ def test_a_host_that_has_no_room_for_the_weights_is_a_line():
 
 
 RUNS = {
-    "adapters": ("strategy.lora.rank=4", "strategy.lora.base=int8"),
+    "adapters over int8": ("strategy.lora.rank=4", "strategy.lora.base=int8"),
+    "adapters over nf4": ("strategy.lora.rank=4", "strategy.lora.base=nf4"),
     "all weights": (
         *("strategy.precision=bf16_sr", "strategy.optimizer_in_backward=true", "strategy.gradient_clipping=null"),
         *("strategy.optimizer.name=adafactor", "strategy.global_batch_size=8"),
@@ -329,7 +330,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", ["bf16", "int8"])
+@pytest.mark.parametrize("base", ["bf16", "int8", "nf4"])
 def test_a_gpu_computes_the_same_with_weights_that_wait_in_pinned_memory(base):
     """On an emulated GPU, which computes small tensors such as this model's: before and after a backward pass."""
     plain, swapped = answers("a40", ON_GPU, HELPERS=HELPERS, SPEC=DEEP_FLUX.model_dump_json(), BASE=base)

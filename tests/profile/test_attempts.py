@@ -16,7 +16,7 @@ from gpus import A40, SMALL, empty_cache, of_blocks, request
 from bigdit import catalog
 from bigdit.errors import UserError
 from bigdit.memory import host_memory
-from bigdit.profile.attempt import Attempt
+from bigdit.profile.attempt import Attempt, AttemptJob
 from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.speed.work import Load, work_of
 from bigdit.strategy import OptimizerName
@@ -30,6 +30,7 @@ STRATEGIES = (
     "single,precision=bf16_sr,optimizer.name=came",
     "single,optimizer.name=adamw_schedulefree",
     "single,lora.base=nf4,checkpointed_blocks=all",
+    "single,lora.base=nf4,checkpointed_blocks=all,blocks_to_swap=3",
     "single,precision=bf16_sr,optimizer.name=adafactor,optimizer_in_backward=true,gradient_clipping=null,"
     "checkpointed_blocks=all,blocks_to_swap=3",
     "single,checkpointed_blocks=1,checkpointing=selective",
@@ -222,7 +223,7 @@ def test_what_an_optimizer_takes_does_not_follow_from_values(gpus: EmulatedGpus,
 
 
 def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> None:
-    asked = [(request("single", 12), 40 * GIB)]
+    asked = [AttemptJob(request=request("single", 12), capacity_bytes=40 * GIB)]
     with EmulatedGpus(A40, 2) as own, ThreadPoolExecutor(1) as aside:
         before = own.attempt(request("single", 2))
         dies = aside.submit(own.attempts, asked)

@@ -18,7 +18,7 @@ from tiny_models import SANA, SHAPE
 
 from bigdit.errors import UserError, guard
 from bigdit.profile import gpus as module
-from bigdit.profile.attempt import UNLIMITED, StepRequest, TookTooLong
+from bigdit.profile.attempt import AttemptJob, StepRequest, TookTooLong
 from bigdit.profile.gpus import EmulatedGpus, worker_environment
 from bigdit.profile.pool import WorkerError, WorkerKilled
 from bigdit.strategy import BatchShape, Strategy
@@ -127,12 +127,12 @@ def test_a_worker_that_is_killed_gives_its_status_and_no_number(
 ASK = """
 from bigdit import catalog
 from bigdit.profile.gpus import EmulatedGpus
-from bigdit.profile.attempt import request_for
+from bigdit.profile.attempt import AttemptJob, request_for
 from bigdit.strategy import Strategy
 gpu, model = catalog.gpu("a40"), catalog.model("dit-xl-2")
 with EmulatedGpus(gpu) as emulated:
     sizes = [request_for(model, gpu, Strategy(micro_batch_size=size)) for size in range(1, 60)]
-    emulated.attempts([(each, gpu.usable_bytes) for each in sizes])
+    emulated.attempts([AttemptJob(request=each, capacity_bytes=gpu.usable_bytes) for each in sizes])
 """
 
 
@@ -209,8 +209,9 @@ def test_a_class_that_refuses_its_arguments_is_one_line(gpus: EmulatedGpus) -> N
 
 def test_what_was_refused_is_not_run_again(gpus: EmulatedGpus) -> None:
     """A compiler that fails on a block takes as long each time."""
-    found = gpus.attempts([(asked(strategy=Strategy(checkpointed_blocks=9)), UNLIMITED)] * 2)
-    (again,) = gpus.attempts([(asked(strategy=Strategy(checkpointed_blocks=9)), UNLIMITED)])
+    refused = AttemptJob(request=asked(strategy=Strategy(checkpointed_blocks=9)))
+    found = gpus.attempts([refused] * 2)
+    (again,) = gpus.attempts([refused])
     assert isinstance(again, UserError)
     assert all(each is again for each in found)
 

@@ -59,7 +59,7 @@ def fsdp2(world):
 def node(nodes, processes, rank):
     return (
         f"torchrun --nnodes {nodes} --nproc-per-node {processes} --node-rank {rank} --master-addr $HEAD "
-        f"--master-port {PORT} launch/train.py {BY_PLAN}"
+        f"--master-port {PORT} --rdzv-conf timeout=240 launch/train.py {BY_PLAN}"
     )
 
 
@@ -74,7 +74,7 @@ def sbatch(nodes, processes, *more):
 
 
 STANDARD = "--deepspeed_multinode_launcher standard"
-PLACED = ("--machine_rank $NODE_RANK", "--main_process_ip $HEAD", f"--main_process_port {PORT}")
+PLACED = ("--machine_rank $NODE_RANK", "--main_process_ip $HEAD", f"--main_process_port {PORT} --rdzv_conf timeout=240")
 
 
 @pytest.mark.slow
@@ -95,8 +95,6 @@ def test_commands_are_those_of_the_engine_and_the_machines(made):
     ]
     _, on_four, *_ = commands(plans.sharded_plan(32), Path("plans/x"))
     assert on_four.comment == "on the first machine, with 4 lines `host slots=8` in hostfile"
-    _, uneven = commands(plans.sharded_plan(9), Path("plans/x"))
-    assert uneven.comment == "on the first machine, with `host slots=8`, `host slots=1` in hostfile"
     assert printed(on(made, fsdp2(8))) == [
         EXTRACT,
         SHORT,
@@ -109,7 +107,6 @@ def test_commands_are_those_of_the_engine_and_the_machines(made):
         by_accelerate("--multi_gpu", 2, 12, *PLACED),
         sbatch(2, 6),
     ]
-    assert printed(on(made, fsdp2(9))) == [EXTRACT, node(2, 8, 0), node(2, 1, 1)]
 
 
 @pytest.mark.slow

@@ -116,10 +116,10 @@ def test_a_page_says_first_that_memory_ran_out_on_the_way() -> None:
 
 
 def test_a_process_of_a_command_that_failed_is_not_reported_to_have_ended_well() -> None:
-    assert "<td>well</td>" in page(emulation(run({})))
+    assert "<td>normally</td>" in page(emulation(run({})))
     failed = page(emulation(run({}, status=9)))
     assert "<td>by itself</td>" in failed
-    assert "<td>well</td>" not in failed
+    assert "<td>normally</td>" not in failed
 
 
 def test_a_traceback_is_the_scripts_own_lines_from_outside_in() -> None:

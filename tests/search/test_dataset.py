@@ -242,7 +242,7 @@ def test_a_machine_holds_all_of_its_processes():
 def test_the_libraries_take_no_more_than_is_allowed_for_them():
     """Without CUDA they take a sixth of the allowance. The rest is for the driver and its libraries."""
     code = (
-        "import deepspeed, bigdit.engines.deepspeed, bigdit.optim, bigdit.train.main\n"
+        "import deepspeed, bigdit.engines.deepspeed, bigdit.optim, bigdit.train.loop\n"
         "from diffusers import SanaTransformer2DModel\n"
         "print([line for line in open('/proc/self/status') if line.startswith('VmRSS')][0].split()[1])"
     )

@@ -12,7 +12,7 @@ from bigdit.profile.gpus import EmulatedGpus
 from bigdit.report.page import page
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Calibration
-from bigdit.search.plan import Constraints, Estimate, Plan, ResolvedRequest, record
+from bigdit.search.plan import Constraints, Plan, ResolvedRequest, record
 from bigdit.search.planner import Planner, rate
 from bigdit.search.solve import search
 from bigdit.search.space import proposals
@@ -101,11 +101,13 @@ def test_a_base_that_is_fixed_is_planned_alone() -> None:
 
 
 @pytest.mark.slow
-def test_blocks_over_int8_are_swapped_where_no_base_fits_whole_and_two_blocks_in_bf16_do_not() -> None:
+def test_blocks_of_a_quantised_base_are_swapped_where_none_fits_whole_and_two_in_bf16_do_not() -> None:
     plan = make_plan(resolved(SHORT, 2100, ADAPTERS, buckets=()))
     strategy = plan.chosen.strategy
     assert strategy.lora is not None
-    assert (plan.verdict, strategy.lora.base, strategy.blocks_to_swap) == ("FITS", "int8", SHORT.block_count)
+    assert (plan.verdict, strategy.lora.base, strategy.blocks_to_swap) == ("FITS", "nf4", 4)
+    (int8,) = (row for row in plan.front if row.strategy.base == "int8")
+    assert (int8.verdict, int8.strategy.blocks_to_swap, rate(int8) < rate(plan.chosen)) == ("FITS", 8, True)
     assert record(plan).strategy == strategy
 
 
@@ -116,18 +118,18 @@ def test_every_base_that_fits_has_a_row(free: Plan) -> None:
 
 @pytest.mark.slow
 def test_limits_are_asked_of_what_takes_the_place_of_the_best_lossless_strategy_alone() -> None:
-    pins, further = ADAPTERS.model_copy(update={"checkpointed_blocks": 6}), list[Estimate]()
+    pins = ADAPTERS.model_copy(update={"checkpointed_blocks": 6})
     asked = resolved(SHORT, 3400, pins, buckets=())
     with EmulatedGpus(asked.gpu) as gpus:
         planner = Planner(asked, gpus, Calibration())
-        best = search(planner, further.append)
+        best = search(planner)
         assert not gpus.unanswered
     lossless = planner.passed_over
     assert lossless is not None
     assert (best.verdict, best.lossless) == ("FITS", False)
     assert (best.source, lossless.source) == ("recorded", "ran")
     assert 0 < lossless.strategy.blocks_to_swap <= lossless.blocks == 6
-    assert [each.title for each in further] == [best.title]
+    assert [*planner.limits] == [best.title]
 
 
 @pytest.mark.slow
@@ -151,7 +153,7 @@ def test_adapters_are_named_where_all_weights_train_by_a_last_resort_alone() -> 
         asked = resolved(SANA, mib, pins, buckets=())
         with EmulatedGpus(asked.gpu) as gpus:
             planner = Planner(asked, gpus, Calibration())
-            assert search(planner, lambda _: None).verdict == "FITS"
+            assert search(planner).verdict == "FITS"
         return {each.choice for each in planner.rejected}
 
     free = Constraints(engine="single")
@@ -168,7 +170,7 @@ def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
     alone = Constraints(lora=LoraSpec(rank=16))
     for engine, gpus in (("single GPU", 1), ("DDP on 2", 2)):
         assert titles(resolved(FLUX, 12_000, alone, cluster=Cluster(gpus=gpus))) == [
-            f"{engine}, AdamW, LoRA 16 over {base}, weights of blocks in CPU memory" for base in ("bf16", "int8")
+            f"{engine}, AdamW, LoRA 16 over {base}, weights of blocks in CPU memory" for base in ("bf16", "int8", "nf4")
         ]
     whole = "single GPU, Adafactor, bf16 without masters, stepped in the backward pass, weights of blocks in CPU memory"
     assert titles(resolved(FLUX, 12_000, Constraints())) == titles(resolved(FLUX, 12_000, WHOLE)) == [whole]

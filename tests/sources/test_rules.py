@@ -138,7 +138,7 @@ def test_crops_and_mirror_images_are_samples_of_their_own(tmp_path):
     for number, start in enumerate((0, 8, 16)):
         assert np.array_equal(pixels[number], whole[:, :, start : start + 8])
         assert np.array_equal(pixels[3 + number], whole[:, :, ::-1][:, :, start : start + 8])
-    assert {each.captions[0].text for each in samples} == {"sks caption 1"}
+    assert {text for item in found[6:12] for text in texts(item)} == {("sks caption 1", 1)}
     assert sum(entry.count for entry in source.entries()) == 21
     identities = source.identity["sources"]
     assert identities[0] != opened(plain).identity["sources"][0]

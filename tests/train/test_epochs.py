@@ -38,7 +38,7 @@ def length(features, *overrides):
 
 def test_what_is_held_out_does_not_count(features):
     (found,), lines = length(features, "train.steps=null", "train.epochs=2", "validation={samples: 40}")
-    assert (found.stage.run.train.steps, found.stage.run.train.epochs, found.stage.end) == (25, None, 25)
+    assert (found.run.train.steps, found.run.train.epochs, found.end) == (25, None, 25)
     assert lines == ["train.epochs 2 of 200 samples in steps of 16: 25 steps"]
     assert length(features)[1] == []
 

@@ -251,7 +251,7 @@ def test_a_gpu_measures_what_was_predicted_to_the_byte(features, expandable):
 TRAINED = """
 import json, os, sys
 from bigdit.errors import guard
-from bigdit.train.main import main
+from bigdit.train.__main__ import main
 sys.exit(guard(lambda: main(json.loads(os.environ["ARGUMENTS"]))))
 """
 
@@ -272,7 +272,7 @@ OPTIMIZERS = get_args(OptimizerName)
 
 EACH = """
 import json, os, sys
-from bigdit.train.main import main
+from bigdit.train.__main__ import main
 found = {}
 for name in json.loads(os.environ["OPTIMIZERS"]):
     output = os.path.join(os.environ["OUTPUT"], name)

@@ -29,7 +29,7 @@ PLANS = {
     ),
 }
 # What main is asked for, in its own process, and what it sets for the allocator.
-_MAIN = "import os, sys; from bigdit.train.main import main; status = main(sys.argv[1:]); \
+_MAIN = "import os, sys; from bigdit.train.__main__ import main; status = main(sys.argv[1:]); \
 print(os.environ.get('PYTORCH_ALLOC_CONF')); sys.exit(status)"
 
 

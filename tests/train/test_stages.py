@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from bigdit import cli
 from bigdit.errors import guard
-from bigdit.train import main
+from bigdit.train.__main__ import main
 from bigdit.train.monitor.metrics import read_metrics
 
 ENGINES = {
@@ -174,7 +174,7 @@ def test_a_signal_between_two_stages_ends_the_run(staged, tmp_path):
 
 
 def refused(capsys, staged, output, *overrides):
-    assert guard(lambda: main.main(["--config", str(staged), *settings(output, "single"), *with_set(overrides)])) == 1
+    assert guard(lambda: main(["--config", str(staged), *settings(output, "single"), *with_set(overrides)])) == 1
     return capsys.readouterr().err
 
 

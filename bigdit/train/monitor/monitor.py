@@ -67,7 +67,7 @@ class Monitor:
 
 def open_monitor(start: Start, data: TrainData, stream: FeatureStream, state: TrainState, stack: ExitStack) -> Monitor:
     """The monitor of a stream's steps; `stack` closes it. Raises UserError as ValidationImages does."""
-    stage, spec, store = start.reached.stage, start.reached.spec, data.store
+    stage, spec, store = start.stage, start.stage.spec, data.store
     run, peers, planned, device = stage.run, state.peers, state.planned, state.engine.device
     samples, is_main = Samples(store, stream), peers.world.is_main
     settings = run.model_dump(mode="json")

@@ -42,7 +42,7 @@ LIBRARIES = (
     *("typer", "rich.progress", "rich.table", "xxhash", "elftools.elf.elffile"),
 )
 UNCOMPILED = ("deepspeed.runtime.zero.muon.muon_optimizer", "bitsandbytes.optim", "peft")
-OF_BIGDIT = ("bigdit.app", "bigdit.train.main", "bigdit.train.loop", "bigdit.extract.worker", "bigdit.profile.steps")
+OF_BIGDIT = ("bigdit.app", "bigdit.train.loop", "bigdit.extract.worker", "bigdit.profile.steps")
 """Modules of bigdit that most programs import, a third of a tiny run's work. They only run code when called."""
 LOOK_AT_GPUS = ("bitsandbytes.optim", "peft")
 """Libraries that look for GPUs when they are imported: a clone imports them itself, to see its own."""

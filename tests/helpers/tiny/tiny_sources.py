@@ -50,7 +50,10 @@ def value(sample):
 
 
 def texts(item):
-    return [(caption.text, caption.weight) for caption in item.load().captions]
+    """An item's captions with their weights, which it also gives without its images."""
+    captions = item.load().captions
+    assert item.captions() == captions
+    return [(caption.text, caption.weight) for caption in captions]
 
 
 def reason(item):
