@@ -83,15 +83,14 @@ def peak_and_kernels(done: Done) -> tuple[int, int]:
     return done.account["gpus"][0]["peak_allocated_bytes"], done.account["work_by_step"][-1]["launches"]
 
 
-def test_compiled_blocks_and_models_take_less_memory(tmp_path):
-    """Not fewer kernels: Inductor splits the sums of such small blocks. The compiled model ends after the requested
-    steps, of which the second takes most."""
+def test_a_compiled_model_takes_less_memory(tmp_path):
+    """Not fewer kernels: Inductor splits the sums of such small blocks. It ends after the requested steps, of which the
+    second takes most."""
     eager, _ = peak_and_kernels(trained(tmp_path, "eager"))
-    blocks, _ = peak_and_kernels(trained(tmp_path, "blocks"))  # whose graphs have no break
     file = script(tmp_path, SCRIPT)
     done = emulate("--gpu", "a40", "--steps", "2", "--json", "--", "python", file, "whole", timeout=240)
     assert (done.returncode, done.account["steps"], done.account["ended"]) == (0, 2, "steps"), done.stderr
-    assert max(blocks, peak_and_kernels(done)[0]) < eager
+    assert peak_and_kernels(done)[0] < eager
 
 
 def test_modes_that_tune_take_the_first_candidate_and_say_so(tmp_path):
@@ -104,7 +103,8 @@ def test_modes_that_tune_take_the_first_candidate_and_say_so(tmp_path):
         assert by_step[-1]["library_calls"] == 6, done.account  # of each Linear: one forward, two backward
 
 
-def test_fp8_compiles_to_fewer_kernels_and_less_memory(tmp_path):
+def test_blocks_in_fp8_compile_to_fewer_kernels_and_less_memory(tmp_path):
+    """And to one graph each."""
     eager = peak_and_kernels(trained(tmp_path, "eager", "rowwise", gpu="h100-sxm"))
     compiled = peak_and_kernels(trained(tmp_path, "blocks", "rowwise", gpu="h100-sxm"))
     assert compiled[0] < eager[0]

@@ -69,16 +69,14 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world, alone, answer = world_from_env(), World(), {}
-    ways = {"": {}, " copied": {"dp_replicate": 2}}
     for name in RATES:
         single = begun(name, alone)
         before = full_weights(single[0])
         taken(single, alone, 0, STEPS)
-        for way, options in ways.items():
-            engine = begun(name, world, **options)
-            taken(engine, world, 0, STEPS - 1)
-            same = resumes(folder / f"{name}{way}", name, engine, world, **options)
-            answer[name + way] = [apart(full_weights(engine[0]), full_weights(single[0]), before), same]
+        engine = begun(name, world, dp_replicate=2)
+        taken(engine, world, 0, STEPS - 1)
+        same = resumes(folder / name, name, engine, world, dp_replicate=2)
+        answer[name] = [apart(full_weights(engine[0]), full_weights(single[0]), before), same]
     found = []
     for in_backward in (False, True):
         engine = begun("muon", world, gradient_clipping=None, optimizer_in_backward=in_backward)

@@ -12,12 +12,12 @@ APART = {"muon": 2e-3}
 
 @pytest.mark.slow
 def test_they_step_as_one_process_and_resume_to_the_bit(tmp_path):
-    """On four processes, also with two copies of the model, and with adapters that have fewer rows than processes."""
+    """On four processes with two copies of the model, and with adapters that have fewer rows than processes."""
     script = ROOT / "tests/engines/fsdp2_optimizers.py"
     done = run_ranks(4, script, tmp_path, PYTHONPATH=HELPERS, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 9
+    assert len(found) == 6
     assert found["muon in backward"][0] == 0
     for name, (apart, same) in found.items():
         assert same, name

@@ -9,7 +9,7 @@ from stepping import one_batch
 from tiny_models import DIT, SANA, SHAPE, WAN
 from torch._dynamo.utils import counters
 
-from bigdit import engines, models
+from bigdit import catalog, engines, models
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.models.equip import CompiledGraphs, compile_blocks, compile_errors
@@ -97,12 +97,13 @@ def test_a_plan_runs_compiled_blocks(spec, shape, more):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
-def test_what_is_traced_of_attention_over_processes_is_kept(tmp_path, monkeypatch):
-    """Otherwise each attempt would trace it again: by itself torch keeps only kernels."""
+def test_what_is_traced_of_attention_over_processes_and_of_fp8_is_kept(tmp_path, monkeypatch):
+    """By itself torch keeps only kernels: each attempt would trace again, of FP8 also the code that calls them."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    strategy = Strategy(engine="fsdp2", world_size=2, cp=2, micro_batch_size=2, compile_blocks=True)
+    shared = {"engine": "fsdp2", "world_size": 2, "cp": 2, "micro_batch_size": 2}
+    strategy = Strategy(**shared, compile_blocks=True, float8="rowwise")
     shape = BatchShape(latents=(4, 2, 8, 8), text=(6, 12))
-    with EmulatedGpus(A40, 1) as gpus:
+    with EmulatedGpus(catalog.gpu("h100-sxm"), 1) as gpus:
         gpus.attempt(StepRequest(model=WAN, batch=shape, strategy=strategy))
     assert [*tmp_path.glob("aotautograd/*")]
 

@@ -163,17 +163,6 @@ def test_an_emulated_gpu_counts_what_fp8_takes():
     assert gathered_bytes(found["tensorwise"]) < gathered_bytes(found["bf16"])
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("own_cache")
-def test_what_torch_traces_of_compiled_fp8_is_kept(tmp_path, monkeypatch):
-    """torch alone keeps kernels, but not the code that calls them: each plan traced each size again."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    compiled = Strategy(compile_blocks=True, float8="rowwise")
-    with EmulatedGpus(H100, 1) as gpus:
-        gpus.attempt(StepRequest(model=DIT, batch=IMAGES, strategy=compiled))
-    assert any((tmp_path / "aotautograd").iterdir())
-
-
 def products_in_fp8(attempt):
     """The share of FLOPs."""
     every = attempt.work.operators

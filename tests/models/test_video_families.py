@@ -50,8 +50,9 @@ def _strategy(checkpointed: int | str, segments: SegmentSpec | None = None) -> S
 
 @pytest.mark.slow
 def test_the_recorded_step_of_each_takes_what_a_bare_one_takes(tmp_path: Path) -> None:
-    """With one block recomputed, and the others not."""
-    requests = {name: StepRequest(model=_spec(name), batch=_shape(name), strategy=_strategy(1)) for name in TINY}
+    """With one block recomputed, and the others not. One model a class."""
+    names = {TINY[name]["class_name"]: name for name in TINY}.values()
+    requests = {name: StepRequest(model=_spec(name), batch=_shape(name), strategy=_strategy(1)) for name in names}
     recorded_as_attempted(requests, tmp_path / "cache")
 
 

@@ -18,7 +18,7 @@ from bigdit.train.processes.launch import free_port
 pytestmark = pytest.mark.slow
 
 MACHINES = 4
-ROUNDS = int(os.environ.get("BIGDIT_ROUNDS", "2"))
+ROUNDS = int(os.environ.get("BIGDIT_ROUNDS", "1"))
 """How often a machine is lost before three reach the end."""
 STEPS = 12 * ROUNDS
 COMPARED = 12

@@ -154,12 +154,11 @@ def test_several_processes_start_again_together(staged, tmp_path):
 
 
 @pytest.mark.slow
-def test_zero3_goes_over_a_border_between_kills(staged, tmp_path):
-    """Its weights are sharded over both processes, which DeepSpeed's launcher starts. It is killed within either
+def test_zero3_goes_over_a_border_and_continues_after_a_kill(staged, tmp_path):
+    """Its weights are sharded over both processes, which DeepSpeed's launcher starts. It is killed within the second
     stage."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert through(staged, straight, "zero3").count("restart for stages.1") == 1
-    assert killed(staged, stopped, "zero3", BORDER // 2) < BORDER
     assert BORDER < killed(staged, stopped, "zero3", BORDER + 2) < END
     through(staged, stopped, "zero3")
     same(course(stopped), course(straight))
