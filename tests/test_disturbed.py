@@ -39,7 +39,7 @@ from bigdit.checkpoint.saver import kept_steps
 from bigdit.store.lease import FOLDER as WORKERS
 from bigdit.store.lease import WorkerName, all_leases, remove_left
 
-ROUNDS, SEED = (int(os.environ.get(f"BIGDIT_{name}", usual)) for name, usual in (("ROUNDS", 4), ("SEED", 0)))
+ROUNDS, SEED = (int(os.environ.get(f"BIGDIT_{name}", usual)) for name, usual in (("ROUNDS", 2), ("SEED", 0)))
 PARTS, ROOM = 2, "size=1g"
 IMAGES, STEPS, CHANGES, SECONDS = 40, 10, {"extract": 50, "train": 240}, 4.0
 """What an undisturbed command takes: about so many changes of names in its folder, and so many seconds."""

@@ -27,25 +27,23 @@ def one_line(done, status=EXIT_USER):
     return done.stderr.removeprefix("error: ").strip()
 
 
-@pytest.mark.parametrize("command", ["gpus", "models"])
-def test_characters_that_the_output_cannot_write_are_replaced(command):
-    done = shell('exec "$@"', BIGDIT, command, PYTHONIOENCODING="ascii")
+def test_characters_that_the_output_cannot_write_are_replaced():
+    done = shell('exec "$@"', BIGDIT, "models", PYTHONIOENCODING="ascii")
     assert "Traceback" not in done.stderr
     assert done.stdout.isascii()
-    if command == "models":
-        assert "4x128x128" in done.stdout
+    assert "4x128x128" in done.stdout
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [("gpus",), ("gpus", "--json"), ("--help",)], ids=" ".join)
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"), [(("gpus",), ""), (("gpus", "--json"), "1"), (("--help",), "")], ids=str
+)
 def test_a_report_on_a_full_disk_is_an_error(arguments, unbuffered):
     done = shell('"$@" > /dev/full', BIGDIT, *arguments, PYTHONUNBUFFERED=unbuffered)
     assert one_line(done) == "output: No space left on device"
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_an_error_that_nobody_can_read_has_its_status(unbuffered):
-    assert shell('"$@" 2> /dev/full', BIGDIT, "none", PYTHONUNBUFFERED=unbuffered).returncode == EXIT_USER
+def test_an_error_that_nobody_can_read_has_its_status():
+    assert shell('"$@" 2> /dev/full', BIGDIT, "none").returncode == EXIT_USER
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
@@ -55,11 +53,9 @@ def test_closed_streams_are_no_errors(closed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [">&-", "2>/dev/full"])
-def test_a_run_that_trains_whole_ends_well_without_its_output(features, tmp_path, lost):
+def test_a_run_that_trains_whole_ends_well_without_its_output(features, tmp_path):
     settings = with_set([*TINY, *SINGLE, f"data.features={features}", f"output={tmp_path / 'run'}"])
-    done = shell(f'"$@" {lost}', sys.executable, TRAIN, "--config", DIGITS, *settings)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert shell('"$@" >&- 2>/dev/full', sys.executable, TRAIN, "--config", DIGITS, *settings).returncode == 0
     assert (tmp_path / "run/receipt.json").exists()
 
 

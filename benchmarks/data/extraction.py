@@ -31,8 +31,7 @@ from bigdit.config import RunConfig, load_run
 from bigdit.encoders.latents import bucket_pixels
 from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.encoders.protocol import TextEncoder, to_unit_range
-from bigdit.extract.extract import encode_in_workers, extract
-from bigdit.extract.worker import Unit
+from bigdit.extract.extract import Job, encode_here, extract
 from bigdit.sources.open import open_source
 from bigdit.store.report import read_units, worker_speed
 from bigdit.store.schema import StoreSchema, claim
@@ -94,9 +93,9 @@ def _timed(folder: Path, number: int, workers: int) -> tuple[float, float]:
         part_size=PART_SIZE,
     )
     claim(features, schema)
-    units = (Unit(start, end, source.items(start, end)) for start, end in schema.ranges())
+    job = Job(run.data, run.encoders, schema, (0, COUNT), None, workers, Path.cwd())
     began = time.perf_counter()
-    encode_in_workers(units, workers, run.encoders, schema, features, lambda images, done: None)
+    encode_here(job, source)
     return _steady(features), COUNT / (time.perf_counter() - began)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bigdit.extract.extract import RunJob
     from bigdit.store.part import Skipped
     from bigdit.store.report import ExtractReport, StoreReport
+    from bigdit.strategy import ModelSpec
 
 
 def run(
@@ -64,7 +65,6 @@ def run(
     from bigdit import libraries
 
     libraries.prepare()
-    from bigdit.catalog.resolve import model_spec
     from bigdit.config.check import check_paths
     from bigdit.config.load import load_chosen
     from bigdit.extract.batch_size import with_batch_size
@@ -72,14 +72,14 @@ def run(
 
     asked, reports = _engine(engine, tasks, resources), []
     runs = [each.run for each in load_chosen(config, overrides, stage)]
-    _check(runs)
+    models = _check(runs)
     check_paths(config, runs)
     for number, run_config in enumerate(runs):
         if any((run_config.data, run_config.encoders) == (other.data, other.encoders) for other in runs[:number]):
             continue  # several stages train on one cache
         report = extract(
             with_batch_size(run_config, workers or run_config.data.workers),
-            model_spec(run_config.model),
+            models[number],
             workers,
             start=start_index,
             end=end_index,
@@ -95,24 +95,26 @@ def run(
         log.emit_json(documents if len(runs) > 1 else documents[0])
 
 
-def _check(runs: Sequence[RunConfig]) -> None:
-    """Raise UserError, before hours of encoding, if a run could not train."""
+def _check(runs: Sequence[RunConfig]) -> list[ModelSpec]:
+    """The models of the runs. Raises UserError, before hours of encoding, if a run could not train."""
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check
     from bigdit.config.load import of_each
 
-    # The cache does not depend on samples that are generated during training.
-    seen = [each.model_copy(update={"samples": None}) for each in runs]
+    def checked(run: RunConfig) -> ModelSpec:
+        model = model_spec(run.model)
+        check(run.model_copy(update={"samples": None}), model)  # the cache does not depend on generated samples
+        return model
+
     try:
-        of_each(range(len(runs)), lambda number: check(seen[number], model_spec(seen[number].model)))
+        return of_each(runs, checked)
     except UserError as error:
         of_training = re.compile(r"(stages\.\d+: )?(train|optimizer|engine)\.")
         why = "; a run that cannot train is not encoded"
         raise UserError(*(f"{line}{why if of_training.match(line) else ''}" for line in error.problems)) from None
 
 
-def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob:
-    from bigdit.extract.extract import encode_here
+def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob | None:
     from bigdit.extract.tasks import Ray, Slurm
 
     asked = _parse(resources)
@@ -122,7 +124,7 @@ def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob:
         return Ray(tasks or 1, asked)
     if tasks or asked:
         raise UserError("--tasks and --resource need --engine slurm or ray; --engine local has --workers")
-    return encode_here
+    return None
 
 
 def _parse(resources: list[str]) -> dict[str, Any]:

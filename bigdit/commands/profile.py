@@ -71,9 +71,9 @@ def run(
         _show(request, found, device.usable_bytes, non_torch)
         log.out.print("fits" if fits else "does not fit", style="bold")
     if plot is not None:
-        from bigdit.report.figures import plot_timeline
+        from bigdit.report.figures import save, timeline_figure
 
-        plot_timeline(found.timeline, plot, title=title, gpu_bytes=device.usable_bytes)
+        save(timeline_figure(found.timeline, title=title, gpu_bytes=device.usable_bytes), plot)
     for written in filter(None, (plot, snapshot)):
         log.notice(f"wrote {written}")
     return 0 if fits else EXIT_DOES_NOT_FIT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +12,13 @@ from bigdit import log
 from bigdit.commands import Config, Set
 from bigdit.errors import UserError
 from bigdit.files import check_writable
+from bigdit.processes import entry, own_module
 from bigdit.units import GIB, gib
 
 if TYPE_CHECKING:
+    from bigdit.config import Stage
     from bigdit.config.plan_file import PlanFile
+    from bigdit.train.prepare import Prepared
 
 
 def run(
@@ -36,16 +40,10 @@ def run(
     ] = False,
 ) -> int:
     """Train a run, with one process per GPU. Run it again to resume."""
-    from bigdit import libraries
-    from bigdit.catalog.families import objective_of
-    from bigdit.catalog.names import revision
     from bigdit.config import load_stages
     from bigdit.config.check import check_paths
     from bigdit.config.load import with_ds_config, with_grace
-    from bigdit.objective_spec import counting
-    from bigdit.report import leaving_a_page
     from bigdit.train.prepare import prepare_stages
-    from bigdit.train.processes.launch import launch
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)
     stages = load_stages(config, overrides)
@@ -53,15 +51,41 @@ def run(
         if stage.plan is not None:
             _check_one_machine(stage.plan)
     check_paths(config, [stage.run for stage in stages])
-    first = stages[0].run
     host_bytes = max((stage.plan.expected.host_bytes for stage in stages if stage.plan is not None), default=0)
     if not dry_run:
         _check_host(host_bytes)
     prepared = prepare_stages(stages, starting=not dry_run)
     if not dry_run:
-        with leaving_a_page(first.output):
-            return launch(first, config, overrides, host_bytes)
-    for stage in stages:
+        return _start(prepared[0], config, overrides, host_bytes)
+    _show(prepared)
+    return 0
+
+
+def _start(first: Stage, config: Path, overrides: list[str], host_bytes: int) -> int:
+    """Run `python -m bigdit.train` as `strategy.world_size` processes, and write the run's page."""
+    from bigdit.documents import MOST_PROCESSES
+    from bigdit.report import leaving_a_page
+    from bigdit.train.processes.launch import Ranks
+
+    if (count := first.strategy.world_size) > MOST_PROCESSES:
+        raise UserError(
+            f"strategy.world_size is {count}, and `bigdit train` starts at most {MOST_PROCESSES} processes, on this "
+            "machine; start the others by another launcher"
+        )
+    arguments = ["--config", str(config), *(part for override in overrides for part in ("--set", override))]
+    command = [sys.executable, *own_module("bigdit.train"), *arguments]
+    with leaving_a_page(first.run.output):
+        return Ranks(command, first.run.train.grace, host_bytes).run(count)
+
+
+def _show(prepared: list[Prepared]) -> None:
+    """Check what needs torch too, and print the config and what a start would do."""
+    from bigdit import libraries
+    from bigdit.catalog.families import objective_of
+    from bigdit.catalog.names import revision
+    from bigdit.objective_spec import counting
+
+    for stage in prepared:
         for line in stage.notices(revision()):
             log.notice(f"note: {line}")
     libraries.prepare()
@@ -72,21 +96,20 @@ def run(
 
     models = check_models(prepared)
     missing = check_data(prepared)
-    check_writable("output", first.output)
+    check_writable("output", prepared[0].run.output)
     prepared, lines = with_steps(prepared)
     for line in [*(f"note: {each}" for each in missing), *lines, *start_notices(prepared)]:
         log.notice(line)
-    for each, model in zip(prepared, models, strict=True):
-        for line in snapshot_notices(each.run, model):
+    for stage, model in zip(prepared, models, strict=True):
+        for line in snapshot_notices(stage.run, model):
             log.notice(f"note: {line}")
     documents = [
-        each.run.model_dump(mode="json")
-        | {"objective": counting(objective_of(each.spec, each.run.objective))}  # only keys that have an effect
-        for each in prepared
+        stage.run.model_dump(mode="json")
+        | {"objective": counting(objective_of(stage.spec, stage.run.objective))}  # only keys that have an effect
+        for stage in prepared
     ]
     log.emit_json(documents[0] if len(documents) == 1 else {"stages": documents})
     log.notice(verdict(prepared))
-    return 0
 
 
 def _check_host(needed: int) -> None:
@@ -100,11 +123,8 @@ def _check_host(needed: int) -> None:
 
 
 def _check_one_machine(plan: PlanFile) -> None:
-    from bigdit.processes import entry
-
-    spread = plan.processes_per_node
-    if len(spread) > 1:
+    if plan.machines > 1:
         raise UserError(
-            f"the plan is for {plan.strategy.world_size} processes on {len(spread)} machines, and `bigdit train` "
+            f"the plan is for {plan.strategy.world_size} processes on {plan.machines} machines, and `bigdit train` "
             f"starts one machine; start {entry()[-1]} with the commands that `bigdit plan` printed"
         )

@@ -131,13 +131,9 @@ class PlanFile(Strict):
     run_digest: str | None = None
 
     @property
-    def processes_per_node(self) -> list[int]:
-        """Processes on each machine: the same number on all if that is possible, else the last has the rest."""
-        world, most = self.strategy.world_size, self.request.gpus_per_node
-        nodes = -(-world // most)
-        if world % nodes == 0:
-            return [world // nodes] * nodes
-        return [most] * (nodes - 1) + [world - most * (nodes - 1)]
+    def machines(self) -> int:
+        """The machines of the run, each with as many processes."""
+        return -(-self.strategy.world_size // self.request.gpus_per_node)
 
     @property
     def most_pixels(self) -> int:

@@ -78,20 +78,29 @@ def _without(python: Path) -> str:
 @functools.cache
 def _torch_of(python: Path) -> tuple[str, str]:
     """The versions of torch and its CUDA, empty if missing. Torch is not imported."""
+    found: dict[str, str] = {}
+    for name, _, text in (line.partition("=") for line in _version_of_torch(python).splitlines()):
+        found.setdefault(name.split(":")[0].strip(), text.strip().strip("'"))
+    return found.get("__version__", ""), found.get("cuda", "").removesuffix("None")
+
+
+def _version_of_torch(python: Path) -> str:
+    """The text of torch's version.py, empty if missing. A virtual environment shows it; other interpreters are asked,
+    which takes as long as their start."""
+    environment = python.parent.parent
+    found = [*environment.glob("lib/python*/site-packages/torch/version.py")]
+    if len(found) == 1 and (environment / "pyvenv.cfg").exists() and os.access(python, os.X_OK):
+        return found[0].read_text()
     script = (
         "import importlib.util as u, pathlib as p;"
         "print(p.Path(u.find_spec('torch').origin).with_name('version.py').read_text())"
     )
     try:
-        done = subprocess.run([python, "-P", "-c", script], capture_output=True, text=True, check=False)
+        return subprocess.run([python, "-P", "-c", script], capture_output=True, text=True, check=False).stdout
     except BlockingIOError:  # the system's limit of processes
         raise
     except OSError:
-        return "", ""
-    found: dict[str, str] = {}
-    for name, _, text in (line.partition("=") for line in done.stdout.splitlines()):
-        found.setdefault(name.split(":")[0].strip(), text.strip().strip("'"))
-    return found.get("__version__", ""), found.get("cuda", "").removesuffix("None")
+        return ""
 
 
 def own_environment() -> Path:

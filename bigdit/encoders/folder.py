@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,7 +86,7 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
         elif problem := not_safetensors(folder):
             raise UserError(problem)
         else:
-            tensors = dequantised(load_file(folder), arguments["dtype"])
+            tensors = dequantised(_of_its_part(load_file(folder), arguments["config"]), arguments["dtype"])
             arguments["state_dict"] = _of_open_clip(tensors, arguments["config"])
         model, info = kind.from_pretrained(
             folder if folder.is_dir() else None,
@@ -113,6 +114,22 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
                 f"{key}: {folder} has {how_many(len(names), f'{what} weight')}, the first {names[0]}{instead}"
             )
     return model.eval()
+
+
+_PARTS = re.compile(r"(text_encoders\.\w+|conditioner\.embedders\.\d+)\.(transformer|model)\.")
+"""Where whole checkpoints of Stability have their text encoders."""
+
+
+def _of_its_part(tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """Of a file with several text encoders, the tensors of the one whose vocabulary the config has."""
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if match := _PARTS.match(name):
+            parts.setdefault(match[0], {})[name[match.end() :]] = tensor
+    for own in parts.values():
+        if any(each.shape == (config.vocab_size, config.hidden_size) for each in own.values()):
+            return own
+    return tensors
 
 
 _OPEN_CLIP = "transformer.resblocks.0.ln_1.weight"

@@ -7,7 +7,6 @@ machine do it.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import signal
@@ -43,7 +42,7 @@ from bigdit.store.files import url_of
 from bigdit.store.lease import missing, own_folder, pull, remove_left
 from bigdit.store.report import FILE as REPORT
 from bigdit.store.report import ExtractReport, StoreReport, UnitSpeed, extract_report, shares_of, store_report
-from bigdit.store.schema import EXTRACT, Range, StoreSchema, check_same, claim, store_identity
+from bigdit.store.schema import EXTRACT, Range, StoreSchema, claim, store_identity
 from bigdit.store.store import write_null_text
 from bigdit.strategy import ModelSpec
 
@@ -72,164 +71,6 @@ class Job:
         return missing(self.data.store, self.ranges())
 
 
-def encode_here(job: Job, source: Items) -> None:
-    """Encode the missing parts of a job in processes of this machine, with a progress bar on stderr.
-
-    Other machines may run the same job. Parts that they commit are not encoded again. Raises as encode_in_workers.
-    """
-    root, ranges = job.data.store, job.left()
-    units = (Unit(start, end, source.items(start, end)) for start, end in pull(root, ranges, random.Random()))
-    with log.progress("extract", total=sum(end - start for start, end in ranges), unit=job.data.samples) as advance:
-
-        def on_progress(progress: Progress, done: list[UnitSpeed]) -> None:
-            advance(progress.images, shares_of(done).at_work() if done else "", progress.skipped)
-
-        encode_in_workers(units, min(job.workers, len(ranges)), job.encoders, job.schema, root, on_progress)
-
-
-def do(job: Job) -> None:
-    """Run a job as a task of an engine: open the sources, and encode.
-
-    Raises UserError if the sources differ from the job's, and as encode_here.
-    """
-    try:
-        os.chdir(job.folder)
-    except OSError as error:
-        raise UserError(f"{job.folder} cannot be entered on this machine: {error.strerror}") from None
-    source = open_source(job.data)
-    check_same(job.data.store, job.schema.requested(), job.schema.requested(source.identity["sources"]))
-    encode_here(job, numbered(job.data.store, job.schema, source))
-
-
-def split(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
-    """The ranges that start in [start, end). If splits cover the sources, each range is in exactly one."""
-    return [each for each in ranges if start <= each[0] < end]
-
-
-def parse_split(count: int, start: int | None, end: int | None, shard: str | None) -> Range:
-    """The source indices [start, end) that `--start-index`, `--end-index` or `--shard k/n` select of `count` images.
-
-    Raises UserError if they contradict one another or select nothing.
-    """
-    if shard is not None:
-        if start is not None or end is not None:
-            raise UserError("--shard cannot be combined with --start-index or --end-index")
-        found = re.fullmatch(r"(\d+)/(\d+)", shard)
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
-            raise UserError(f"--shard: {shard} is not k/n with k from 1 to n, such as 1/4 to 4/4")
-        k, n = int(found[1]), int(found[2])
-        return count * (k - 1) // n, count * k // n
-    first, last = start or 0, count if end is None else end
-    if not 0 <= first < count:
-        raise UserError(f"--start-index: {first} is out of range; the sources hold 0 to {count - 1}")
-    if last <= first:
-        raise UserError(f"--end-index: {last} must be greater than --start-index, which is {first}")
-    return first, last
-
-
-OnProgress = Callable[[Progress, list[UnitSpeed]], None]
-"""Called with the images encoded or skipped since the last call, and all committed units."""
-
-_NOTHING = Progress(0, 0)
-
-
-@dataclass
-class Worker:
-    """One process, the parent's end of its pipe, its current unit, and whether it has finished."""
-
-    number: int
-    process: ForkServerProcess
-    pipe: Connection
-    unit: Unit | None = None
-    finished: bool = False
-
-
-def encode_in_workers(
-    units: Iterator[Unit],
-    count: int,
-    encoders: EncodersConfig,
-    schema: StoreSchema,
-    root: Path,
-    on_progress: OnProgress,
-) -> list[UnitSpeed]:
-    """Encode all units in `count` processes. All processes have ended when this returns or raises.
-
-    Raises UserError if a worker reports one or dies, and RuntimeError with the traceback of a bug in a worker.
-    """
-    workers: list[Worker] = []
-    done: list[UnitSpeed] = []
-    noted: set[str] = set()
-    try:
-        for number in range(count):
-            workers.append(_start(number, encoders, schema, root))
-        while at_work := {worker.pipe: worker for worker in workers if not worker.finished}:
-            for pipe in wait(list(at_work)):
-                progress = _receive(at_work[pipe], units, done, noted)  # type: ignore[index]  # wait() returns some of them
-                on_progress(progress, done)
-    finally:
-        for worker in workers:
-            if not worker.finished:  # its unit is incomplete; its lease is removed below
-                worker.process.terminate()
-            worker.pipe.close()
-        for worker in workers:
-            worker.process.join()
-        remove_left(root)
-    return done
-
-
-def _start(number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> Worker:
-    context = server()
-    ours, theirs = context.Pipe()
-    process = context.Process(
-        target=work, args=(theirs, number, encoders, schema, root), name=f"extract-{number}", daemon=True
-    )
-    try:
-        process.start()
-    except (EOFError, OSError) as error:  # click would take an EOFError for Ctrl-D
-        raise UserError(
-            f"extraction worker {number} could not be started: the process that starts workers was killed, or cannot "
-            f"start one ({error}); {EXTRACT} resumes from the finished parts"
-        ) from None
-    theirs.close()  # now only the worker has this end, so its death closes the pipe
-    return Worker(number, process, ours)
-
-
-def _receive(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: set[str]) -> Progress:
-    """Receive one message of a worker, and return its progress."""
-    try:
-        message = worker.pipe.recv()
-        if isinstance(message, Ready):
-            worker.unit = next(units, None)
-            worker.pipe.send(worker.unit)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        raise _death(worker) from None
-    if isinstance(message, Progress):
-        return message
-    if isinstance(message, Done):
-        done.append(message.speed)
-    elif isinstance(message, Note):
-        if message.text not in noted:
-            log.notice(message.text)
-        noted.add(message.text)
-    elif isinstance(message, Finished):
-        worker.finished = True
-    elif isinstance(message, Failed):
-        if message.bug is not None:
-            raise RuntimeError(f"extraction worker {worker.number} failed:\n{message.bug}")
-        raise UserError(*message.problems)
-    return _NOTHING
-
-
-def _death(worker: Worker) -> UserError:
-    """The error for a worker that died: it was killed, perhaps for lack of memory, or crashed in native code."""
-    worker.process.join()
-    status = worker.process.exitcode or 0
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-    where = f" at images {worker.unit.start} to {worker.unit.end - 1}" if worker.unit else ""
-    memory = " (if memory ran out: fewer --workers)" if status == -signal.SIGKILL else ""
-    return UserError(f"extraction worker {worker.number} {how}{where}{memory}; {EXTRACT} resumes from the parts done")
-
-
 RunJob = Callable[[Job, Items], None]
 """Completes a job in processes of this machine or of others. Raises UserError on failure."""
 
@@ -242,15 +83,15 @@ def extract(
     start: int | None = None,
     end: int | None = None,
     shard: str | None = None,
-    engine: RunJob = encode_here,
+    engine: RunJob | None = None,
     only: Sequence[Range] | None = None,
     by_content: bool = False,
 ) -> ExtractReport:
     """Complete the store of `run`. A second call resumes, and encodes what changed in the sources.
 
     Only parts that start in source indices [start, end) or in shard k/n, or those in `only`, are encoded. `workers`:
-    the processes of each task of an engine; data.workers by default. `by_content`: compare all files with the store,
-    even if names, sizes and times agree.
+    the processes of each task of an engine; data.workers by default. `engine`: None encodes here. `by_content`: compare
+    all files with the store, even if names, sizes and times agree.
 
     Raises UserError if images, encoders, buckets, model and store do not fit together, the disk cannot be written, a
     worker dies, or every image was skipped.
@@ -273,7 +114,7 @@ def extract(
     job = Job(run.data, run.encoders, schema, (first, last), chosen, workers or run.data.workers, Path.cwd())
     missing_parts = job.left()
     if missing_parts:
-        engine(job, numbered(root, schema, source))
+        (engine or encode_here)(job, numbered(root, schema, source))
     if (text := run.encoders.text) is not None:
         null = lambda: load_text_encoder(text, references=run.data.references).null()  # noqa: E731
         with own_folder(root) as folder:  # a worker wrote it, unless no part was missing
@@ -340,3 +181,129 @@ def _report_store(root: Path, schema: StoreSchema, *, changed: bool) -> StoreRep
             f"{first.reason}; fix them{names}, delete {root}, and run again"
         )
     return report
+
+
+def split(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
+    """The ranges that start in [start, end). If splits cover the sources, each range is in exactly one."""
+    return [each for each in ranges if start <= each[0] < end]
+
+
+def parse_split(count: int, start: int | None, end: int | None, shard: str | None) -> Range:
+    """The source indices [start, end) that `--start-index`, `--end-index` or `--shard k/n` select of `count` images.
+
+    Raises UserError if they contradict one another or select nothing.
+    """
+    if shard is not None:
+        if start is not None or end is not None:
+            raise UserError("--shard cannot be combined with --start-index or --end-index")
+        found = re.fullmatch(r"(\d+)/(\d+)", shard)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise UserError(f"--shard: {shard} is not k/n with k from 1 to n, such as 1/4 to 4/4")
+        k, n = int(found[1]), int(found[2])
+        return count * (k - 1) // n, count * k // n
+    first, last = start or 0, count if end is None else end
+    if not 0 <= first < count:
+        raise UserError(f"--start-index: {first} is out of range; the sources hold 0 to {count - 1}")
+    if last <= first:
+        raise UserError(f"--end-index: {last} must be greater than --start-index, which is {first}")
+    return first, last
+
+
+def encode_here(job: Job, source: Items) -> None:
+    """Encode the missing parts of a job in processes of this machine, with a progress bar on stderr.
+
+    Other machines may run the same job. Parts that they commit are not encoded again. All processes have ended when
+    this returns or raises. Raises UserError if a worker reports one or dies, and RuntimeError with the traceback of a
+    bug in a worker.
+    """
+    root, ranges = job.data.store, job.left()
+    units = (Unit(start, end, source.items(start, end)) for start, end in pull(root, ranges, random.Random()))
+    workers: list[Worker] = []
+    done: list[UnitSpeed] = []
+    noted: set[str] = set()
+    with log.progress("extract", total=sum(end - start for start, end in ranges), unit=job.data.samples) as advance:
+        try:
+            for number in range(min(job.workers, len(ranges))):
+                workers.append(_start(number, job))
+            while at_work := {worker.pipe: worker for worker in workers if not worker.finished}:
+                for pipe in wait(list(at_work)):
+                    progress = _receive(at_work[pipe], units, done, noted)  # type: ignore[index]  # wait() returns some
+                    advance(progress.images, shares_of(done).at_work() if done else "", progress.skipped)
+        finally:
+            for worker in workers:
+                if not worker.finished:  # its unit is incomplete; its lease is removed below
+                    worker.process.terminate()
+                worker.pipe.close()
+            for worker in workers:
+                worker.process.join()
+            remove_left(root)
+
+
+_NOTHING = Progress(0, 0)
+
+
+@dataclass
+class Worker:
+    """One process, the parent's end of its pipe, its current unit, and whether it has finished."""
+
+    number: int
+    process: ForkServerProcess
+    pipe: Connection
+    unit: Unit | None = None
+    finished: bool = False
+
+
+def _start(number: int, job: Job) -> Worker:
+    context = server()
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=work,
+        args=(theirs, number, job.encoders, job.schema, job.data.store),
+        name=f"extract-{number}",
+        daemon=True,
+    )
+    try:
+        process.start()
+    except (EOFError, OSError) as error:  # click would take an EOFError for Ctrl-D
+        raise UserError(
+            f"extraction worker {number} could not be started: the process that starts workers was killed, or cannot "
+            f"start one ({error}); {EXTRACT} resumes from the finished parts"
+        ) from None
+    theirs.close()  # now only the worker has this end, so its death closes the pipe
+    return Worker(number, process, ours)
+
+
+def _receive(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: set[str]) -> Progress:
+    """Receive one message of a worker, and return its progress."""
+    try:
+        message = worker.pipe.recv()
+        if isinstance(message, Ready):
+            worker.unit = next(units, None)
+            worker.pipe.send(worker.unit)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise _death(worker) from None
+    if isinstance(message, Progress):
+        return message
+    if isinstance(message, Done):
+        done.append(message.speed)
+    elif isinstance(message, Note):
+        if message.text not in noted:
+            log.notice(message.text)
+        noted.add(message.text)
+    elif isinstance(message, Finished):
+        worker.finished = True
+    elif isinstance(message, Failed):
+        if message.bug is not None:
+            raise RuntimeError(f"extraction worker {worker.number} failed:\n{message.bug}")
+        raise UserError(*message.problems)
+    return _NOTHING
+
+
+def _death(worker: Worker) -> UserError:
+    """The error for a worker that died: it was killed, perhaps for lack of memory, or crashed in native code."""
+    worker.process.join()
+    status = worker.process.exitcode or 0
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+    where = f" at images {worker.unit.start} to {worker.unit.end - 1}" if worker.unit else ""
+    memory = " (if memory ran out: fewer --workers)" if status == -signal.SIGKILL else ""
+    return UserError(f"extraction worker {worker.number} {how}{where}{memory}; {EXTRACT} resumes from the parts done")

@@ -5,6 +5,7 @@ Each task pulls missing ranges, so fast tasks do more. If a task is lost, other 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -14,9 +15,10 @@ from typing import Any
 
 from bigdit import log
 from bigdit.errors import UserError, nearest
-from bigdit.extract.extract import Job, do
-from bigdit.store.changes import Items
-from bigdit.store.schema import EXTRACT
+from bigdit.extract.extract import Job, encode_here
+from bigdit.sources.open import open_source
+from bigdit.store.changes import Items, numbered
+from bigdit.store.schema import EXTRACT, check_same
 from bigdit.units import how_many
 
 LOGS = "slurm"
@@ -24,6 +26,20 @@ _INTERVAL_S = 0.5  # the shortest time between two listings of the store
 _TIMEOUT_MIN = 24 * 60  # the default of a task; submitit's is 5 minutes
 # Options of a Ray task that users may set. Source: ray 2.60, ray.remote_function.RemoteFunction.options.
 _RAY_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "scheduling_strategy")
+
+
+def do(job: Job) -> None:
+    """Run a job as a task of an engine: open the sources, and encode.
+
+    Raises UserError if the sources differ from the job's, and as encode_here.
+    """
+    try:
+        os.chdir(job.folder)
+    except OSError as error:
+        raise UserError(f"{job.folder} cannot be entered on this machine: {error.strerror}") from None
+    source = open_source(job.data)
+    check_same(job.data.store, job.schema.requested(), job.schema.requested(source.identity["sources"]))
+    encode_here(job, numbered(job.data.store, job.schema, source))
 
 
 class _Task:

@@ -125,7 +125,7 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
         while (unit := _request_unit(pipe, committed)) is not None:
             path = part_path(root, unit.start, unit.end)
             _mark(folder / path.name)
-            encoding = UnitEncoder(encoders, schema, watch, lambda *counts: pipe.send(Progress(*counts)))
+            encoding = UnitEncoder(encoders, schema, watch, pipe.send)
             encoded = encoding.encode(unit.items)
             speed = watch.stop(unit.start, unit.end, len(encoded.skipped), str(encoders.device))
             watch = Stopwatch()  # the wait for the writer counts for the next unit
@@ -178,8 +178,6 @@ of fp32, so it is not chosen among the others."""
 
 _Group = tuple[tuple[int, ...], int]
 """Samples that are encoded together: their bucket in pixels, and their number of references."""
-OnImages = Callable[[int, int], None]
-"""Called with the images encoded or skipped since the last call, and the number of skipped ones."""
 
 
 class UnitEncoder:
@@ -195,11 +193,11 @@ class UnitEncoder:
         encoders: Encoders,
         schema: StoreSchema,
         watch: Stopwatch,
-        on_progress: OnImages = lambda images, skipped: None,
+        send: Callable[[Progress], object] = lambda progress: None,
     ) -> None:
         self._encoders, self._schema, self._editor = encoders, schema, schema.editor
         self._classes = None if schema.classes is None else Classes(schema.classes)
-        self._watch, self._on_progress = watch, on_progress
+        self._watch, self._send = watch, send
         self._seen: dict[int, list[Image.Image]] = {}
         self._waiting: dict[_Group, list[npt.NDArray[np.uint8]]] = defaultdict(list)
         self._references: dict[_Group, list[npt.NDArray[np.uint8]]] = defaultdict(list)
@@ -273,7 +271,7 @@ class UnitEncoder:
                     self._labels[item.index] = self._classes.of(sample)
         except Unusable as error:
             self._skipped.append(Skipped(item.index, item.name, str(error)))
-            self._on_progress(1, 1)
+            self._send(Progress(1, 1))
             return
         if not self._classes:
             self._captions[item.index], self._names[item.index] = sample.captions, item.name
@@ -317,7 +315,7 @@ class UnitEncoder:
                 mask = torch.stack(masks)
                 self._frames[shape].append({FILL: turn(lambda: masked_out(codec, pixels, mask))})
         self._latents[shape].append(encoded)
-        self._on_progress(len(encoded), 0)
+        self._send(Progress(len(encoded), 0))
 
     def _named(self, texts: Mapping[TextKey, Text]) -> Iterator[tuple[str, Text]]:
         """The name of each image, and the text of each of its captions."""

@@ -193,10 +193,10 @@ def compile_notices(strategy: Strategy, buckets: int) -> list[str]:
 class CompiledGraphs:
     """Counts the graphs that torch compiles in a run's steps. Each size of a micro-batch should be compiled once."""
 
-    def __init__(self, compiled: bool) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._sizes, self._breaks = set[Hashable](), set[str]()
         self._counters: dict[str, Counter[str]] = {}
-        if compiled:
+        if strategy.compile_blocks:
             from torch._dynamo.utils import counters  # here: it takes a second to import
 
             self._counters = counters

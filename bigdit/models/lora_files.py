@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bigdit.catalog.families import PIPELINES
+from bigdit.catalog.models import models
 from bigdit.errors import UserError
 from bigdit.models import comfyui
 from bigdit.models.build import outline
@@ -188,22 +189,20 @@ def read_adapters(
     `config`: peft's, if the file has it; tensors named alpha come first. Raises UserError for a tensor that is not of
     LoRA, or of no layer of the model.
     """
-    linears = {name: each for name, each in outline(spec).named_modules() if isinstance(each, nn.Linear)}
+    linears = _linears(spec)
+    if any(_XLABS.search(name) for name in tensors):
+        tensors = diffusers.FluxPipeline.lora_state_dict(dict(tensors))
     parts = _parts(tensors, config)
     places = _places(spec.class_name, linears)
-    for prefix in (None, "lora_unet_"):
-        if any(_plain(layer) not in places for layer in parts):
-            with suppress(Exception):  # of any class, where a converter expects other names
-                parts = _parts(_converted(spec.class_name, parts, prefix), {})
+    parts = _in_own_names(spec.class_name, parts, places)
     found: dict[str, Adapter] = {}
     for layer, part in parts.items():
         if _plain(layer) not in places:
-            raise UserError(
-                f"its layer {layer} is none of {spec.class_name}: it is of another model, or in names that are not "
-                "read; take a file in diffusers' names"
-            )
+            raise UserError(f"its layer {layer} is none of {spec.class_name}: {_owner(parts)}")
         for name, rows in places[_plain(layer)]:
-            found[name] = _adapter(name, layer, part, rows, linears[name])
+            if problem := _misfit(name, part, rows, linears[name]):
+                raise UserError(f"its layer {layer} is {problem}: {_owner(parts)}")
+            found[name] = _adapter(part, rows)
     if not found:
         raise UserError("it holds no LoRA")
     return found
@@ -271,8 +270,10 @@ def start_text_adapters(
             place = places.get(_plain(layer))
             if place is None:
                 raise UserError(f"its layer {layer} is none of the text encoders' that the run adapts")
-            rows = linears[place].out_features
-            adapters[place] = _adapter(place, layer, part, (0, rows, rows, False), linears[place])
+            rows = (0, count := linears[place].out_features, count, False)
+            if problem := _misfit(place, part, rows, linears[place]):
+                raise UserError(f"its layer {layer} is {problem}: it is of another model")
+            adapters[place] = _adapter(part, rows)
     return start_adapters(inner, lora, adapters)
 
 
@@ -362,21 +363,57 @@ def _places(class_name: str, linears: Mapping[str, nn.Linear]) -> dict[str, list
     return places
 
 
-def _adapter(name: str, layer: str, part: Mapping[str, torch.Tensor], rows: Rows, linear: nn.Linear) -> Adapter:
-    first, count, whole, turned = rows
+def _linears(spec: ModelSpec) -> dict[str, nn.Linear]:
+    return {name: each for name, each in outline(spec).named_modules() if isinstance(each, nn.Linear)}
+
+
+_XLABS = re.compile(r"blocks\.\d+\.processor\.(qkv|proj)_lora")
+_U_NET = re.compile(r"(down|mid|up|input|middle|output)_blocks?[._]")
+
+
+def _owner(parts: Parts) -> str:
+    """Which model of the catalogue has these layers, and what to do."""
+    if any(_U_NET.search(layer) for layer in parts):
+        return "it is of a U-Net, such as that of SDXL; take a LoRA of this model"
+    for model in models():
+        if not model.trainable:
+            continue
+        places = _places(model.spec.class_name, linears := _linears(model.spec))
+        own = {_plain(layer): part for layer, part in _in_own_names(model.spec.class_name, parts, places).items()}
+        if own.keys() <= places.keys() and not any(
+            _misfit(name, part, rows, linears[name]) for layer, part in own.items() for name, rows in places[layer]
+        ):
+            return f"its layers are those of {model.name}; set model.name to that, or take a LoRA of this model"
+    return "it is of another model, or in names that are not read; take a file in diffusers' names"
+
+
+def _misfit(name: str, part: Mapping[str, torch.Tensor], rows: Rows, linear: nn.Linear) -> str | None:
+    """The size of an adapter beside that of its layer in the model; None if they agree."""
+    size, own = (len(part["up"]), part["down"].shape[1]), (rows[2], linear.in_features)
+    return None if size == own else f"{size[0]} × {size[1]}, and {name} of the model {own[0]} × {own[1]}"
+
+
+def _adapter(part: Mapping[str, torch.Tensor], rows: Rows) -> Adapter:
+    first, count, _, turned = rows
     down, up, magnitudes = part["down"], part["up"], part.get("magnitudes")
-    if len(up) != whole or down.shape[1] != linear.in_features:
-        raise UserError(
-            f"its layer {layer} is {len(up)} × {down.shape[1]}, and {name} of the model {whole} × "
-            f"{linear.in_features}: it is of another model"
-        )
     up = torch.cat(up.chunk(2)[::-1]) if turned else up
     return Adapter(down, up[first : first + count], magnitudes)
 
 
-def _converted(
-    class_name: str, parts: Mapping[str, Mapping[str, torch.Tensor]], prefix: str | None
-) -> dict[str, torch.Tensor]:
+Parts = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+def _in_own_names(class_name: str, parts: Parts, places: Mapping[str, Any]) -> Parts:
+    """The parts, with names that the pipeline's loader gives them if only those are all among `places`."""
+    found = parts
+    for prefix in (None, "lora_unet_"):
+        if any(_plain(layer) not in places for layer in found):
+            with suppress(Exception):  # of any class, where a converter expects other names
+                found = _parts(_converted(class_name, found, prefix), {})
+    return found if found and all(_plain(layer) in places for layer in found) else parts
+
+
+def _converted(class_name: str, parts: Parts, prefix: str | None) -> dict[str, torch.Tensor]:
     """The tensors in diffusers' names, converted by the pipeline of the class; with `prefix`, from kohya's names."""
     known = PIPELINES.get(class_name) or re.sub("Transformer[23]DModel$", "Pipeline", class_name)
     kinds = ("lora_up", "lora_down") if prefix else ("lora_B", "lora_A")

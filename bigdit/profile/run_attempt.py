@@ -215,7 +215,7 @@ def recorded(request: StepRequest, built: Built, snapshot: str | None = None) ->
     torch.cuda.init()
     importlib.import_module("bigdit_emulated.libraries").limit(UNLIMITED)
     history = History(stacks=snapshot is not None)
-    marks, graphs = _Marks(Recorder(history)), CompiledGraphs(strategy.compile_blocks)
+    marks, graphs = _Marks(Recorder(history)), CompiledGraphs(strategy)
     with unwritten_weights(), large_uncomputed():
         workload = prepare(request, built)
         watching = watching_fsdp2(marks.recorder) if strategy.engine == "fsdp2" else nullcontext()

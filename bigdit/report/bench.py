@@ -16,10 +16,10 @@ from rich.table import Table
 from bigdit import log
 from bigdit.bench import Comparison, MachineLoad, Spread
 from bigdit.bench.memory import Curve, MemoryBench, Point
-from bigdit.files import replacing, write_json, write_text
+from bigdit.files import write_json, write_text
 from bigdit.memory import CATEGORIES
-from bigdit.report.figures import BEHIND, COLOURS, LINES
-from bigdit.report.html import DARK, inline, render, variable
+from bigdit.report.figures import COLOURS, LINES, canvas, draw_usable, save
+from bigdit.report.html import inline, render
 from bigdit.report.tables import DASH, table
 from bigdit.units import GIB, count, gib
 
@@ -52,8 +52,7 @@ def write_memory(found: MemoryBench, folder: Path, command: str) -> list[Path]:
     `command`: the command line of the benchmark.
     """
     write_json(folder / JSON, found.model_dump(mode="json") | {"command": command})
-    with replacing(folder / PNG) as temporary:
-        figure(found).savefig(temporary, format="png")
+    save(figure(found), folder / PNG)
     write_text(folder / MARKDOWN, markdown(found, command))
     write_text(folder / PAGE, page(found, command))
     return [folder / name for name in (JSON, MARKDOWN, PNG, PAGE)]
@@ -228,7 +227,6 @@ def page(found: MemoryBench, command: str) -> str:
         "by_category": f"{BY_CATEGORY} {found.gpu.title}",
         "categories": by_category(found),
         "bars": _inline(bars_figure(found), "bars", f"{BY_CATEGORY} {found.gpu.title}"),
-        "colours": {variable(category): (COLOURS[category], DARK[category]) for category in CATEGORIES},
     }
     return render("memory.html", {}, shown)
 
@@ -254,19 +252,15 @@ def figure(found: MemoryBench) -> Figure:
 
 def curves_figure(found: MemoryBench) -> Figure:
     """The process's peak in GiB against the micro-batch size: a line for each strategy, and the GPU's."""
-    from matplotlib.figure import Figure
-
-    made = Figure(figsize=(10, 5), dpi=120, layout="constrained")
-    _draw_curves(made.subplots(), found)
+    made, axes = canvas(10, 5)
+    _draw_curves(axes, found)
     return made
 
 
 def bars_figure(found: MemoryBench) -> Figure:
     """GiB by category at the peak of each strategy's largest size that fits."""
-    from matplotlib.figure import Figure
-
-    made = Figure(figsize=(10, 1.6 + 0.6 * len(found.curves)), dpi=120, layout="constrained")
-    _draw_bars(made.subplots(), found)
+    made, axes = canvas(10, 1.6 + 0.6 * len(found.curves))
+    _draw_bars(axes, found)
     return made
 
 
@@ -282,16 +276,9 @@ def _draw_curves(axes: Axes, found: MemoryBench) -> None:
                 height = found.gpu.usable_bytes if process is None else process.high_bytes
                 sign = "x" if process is None else "+"
                 axes.plot([size], [height / GIB], marker=sign, markersize=10, color=colour, linestyle="")
-    axes.axhline(found.gpu.usable_bytes / GIB, color="black", linestyle="--", linewidth=1.2)
     short = "; + ran after retries of the allocator" if any(map(retried, found.curves)) else ""
-    axes.annotate(
-        f"usable {gib(found.gpu.usable_bytes)}; × ran out of memory{short}",
-        (0.01, found.gpu.usable_bytes / GIB),
-        xycoords=axes.get_yaxis_transform(),
-        xytext=(0, 6),
-        textcoords="offset points",
-        bbox=BEHIND,
-    )
+    text = f"usable {gib(found.gpu.usable_bytes)}; × ran out of memory{short}"
+    draw_usable(axes, found.gpu.usable_bytes / GIB, text, 0.01, (0, 6))
     axes.set_title(f"{title(found)}\n{GRADES[found.grade]}", loc="left")
     axes.set_ylim(0, 1.2 * found.gpu.usable_bytes / GIB)
     axes.set_xlim(left=0)

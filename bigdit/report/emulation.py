@@ -16,10 +16,9 @@ from rich.table import Table
 from bigdit import log
 from bigdit.emulator.emulation import Account, CodeLine, EmulatedOom, EmulatedRun, Emulation, GpuAccount, Live, times
 from bigdit.files import check_writable, write_json, write_text
-from bigdit.memory import CATEGORIES
 from bigdit.memory.process import ByteRange
-from bigdit.report.figures import BEHIND, COLOURS
-from bigdit.report.html import DARK, inline, render, variable
+from bigdit.report.figures import BEHIND, COLOURS, canvas, draw_usable
+from bigdit.report.html import inline, render
 from bigdit.report.tables import DASH, table
 from bigdit.report.words import gibs
 from bigdit.units import GIB, duration, gib, how_many
@@ -320,7 +319,6 @@ def page(emulation: Emulation) -> str:
         "emulation": emulation,
         "text": {each.__name__: each for each in used} | {"WORK": WORK},
         "usable": emulation.gpu.usable_bytes,
-        "colours": {variable(category): (COLOURS[category], DARK[category]) for category in CATEGORIES},
         "runs": [_run(run, at, emulation) for at, run in enumerate(emulation.runs)],
     }
     return render("emulation.html", filters, shown)
@@ -358,10 +356,7 @@ def _inline(account: Account, gpu: GpuAccount, shortage: EmulatedOom | None, emu
 
 def curve_figure(account: Account, gpu: GpuAccount, shortage: EmulatedOom | None, emulation: Emulation) -> Figure:
     """Allocated and reserved GiB over the run, its phases, and the memory that the GPU leaves to torch."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.4), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(12, 4.4)
     at, allocated, reserved = (list(column) for column in zip(*gpu.curve, strict=True))
     _draw_phases(axes, gpu)
     blue, red = COLOURS["parameter"], COLOURS["gradient"]
@@ -411,12 +406,10 @@ def _draw_gpu(axes: Axes, account: Account, gpu: GpuAccount, emulation: Emulatio
         axes.text(0.995, 0.985, f"{words}: above", transform=axes.transAxes, va="top", ha="right", bbox=BEHIND)
         axes.set_ylim(0, 1.2 * top / GIB)
         return
-    axes.axhline(usable / GIB, color="black", linestyle="--", linewidth=1.2)
+    draw_usable(axes, usable / GIB, words)
     axes.axhspan(
         (usable - non_torch.high_bytes) / GIB, usable / GIB, color=COLOURS["temporary"], alpha=0.6, linewidth=0
     )
-    axes.annotate(words, (0, usable / GIB), xycoords=axes.get_yaxis_transform(), xytext=(6, 5),
-                  textcoords="offset points", bbox=BEHIND)  # fmt: skip
     axes.set_ylim(0, 1.15 * max(usable, top) / GIB)
 
 

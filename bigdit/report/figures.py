@@ -56,40 +56,37 @@ BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
 Bytes = npt.NDArray[np.int64]
 
 
-def plot_timeline(
-    timeline: Timeline,
-    path: Path,
-    *,
-    title: str,
-    gpu_bytes: int | None = None,
-    granularity: int = CUDA_GRANULARITY,
-) -> None:
-    """Draw what is allocated after each event, in multiples of `granularity`, to a PNG file.
+def canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure of so many inches, and its axes."""
+    from matplotlib.figure import Figure
 
-    `gpu_bytes` is a GPU's usable memory, plotted as a line. Raises UserError if the file cannot be written.
-    """
-    figure = timeline_figure(timeline, title=title, gpu_bytes=gpu_bytes, granularity=granularity)
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    return figure, figure.subplots()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG file. Raises UserError if that fails."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
 
 
-def timeline_figure(
-    timeline: Timeline,
-    *,
-    title: str,
-    gpu_bytes: int | None = None,
-    granularity: int = CUDA_GRANULARITY,
-    most: int = MOST_COLUMNS,
-) -> Figure:
-    """The figure of `plot_timeline`, with fewer than `most` points per category."""
-    from matplotlib.figure import Figure
+def draw_usable(axes: Axes, height: float, text: str, at: float = 0, offset: tuple[int, int] = (6, 5)) -> None:
+    """Draw the line of a GPU's usable memory, with a text above it."""
+    axes.axhline(height, color="black", linestyle="--", linewidth=1.2)
+    where = axes.get_yaxis_transform()
+    axes.annotate(text, (at, height), xycoords=where, xytext=offset, textcoords="offset points", bbox=BEHIND)
 
-    live = live_bytes(timeline, granularity)
+
+def timeline_figure(
+    timeline: Timeline, *, title: str, gpu_bytes: int | None = None, most: int = MOST_COLUMNS
+) -> Figure:
+    """What is allocated after each event, with fewer than `most` points per category. `gpu_bytes`: a GPU's usable
+    memory, plotted as a line."""
+    live = live_bytes(timeline)
     total = live.sum(axis=0)
     peak = int(total.argmax())
     unit, name = _scale(int(total[peak]))
-    figure = Figure(figsize=(12, 5.6), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(12, 5.6)
     axes.set_title(title, loc="left")
     axes.set_ylabel(f"allocated, {name}")
     _draw_categories(axes, live, columns(total, most), peak, unit)
@@ -98,13 +95,13 @@ def timeline_figure(
     return figure
 
 
-def live_bytes(timeline: Timeline, granularity: int) -> Bytes:
+def live_bytes(timeline: Timeline) -> Bytes:
     """[categories, events + 1] bytes allocated before the first event and after each; rows in COLOURS' order."""
     row = {category: at for at, category in enumerate(COLOURS)}
     changes = np.zeros((len(COLOURS), len(timeline.events) + 1), dtype=np.int64)
     at = 1
     for span in timeline.spans:
-        for block, change in timeline.changes(span, granularity):
+        for block, change in timeline.changes(span, CUDA_GRANULARITY):
             changes[row[block.category], at] = change
             at += 1
     return changes.cumsum(axis=1)
@@ -176,15 +173,7 @@ def _draw_limits(axes: Axes, timeline: Timeline, peak: int, peak_bytes: int, gpu
         words = f"the GPU's usable {gib(gpu_bytes)}"
         if gpu_bytes <= 2 * top:
             top = max(top, gpu_bytes)
-            axes.axhline(gpu_bytes / unit, color="black", linestyle="--", linewidth=1.2)
-            axes.annotate(
-                words,
-                (0, gpu_bytes / unit),
-                xycoords=axes.get_yaxis_transform(),
-                xytext=(6, 5),
-                textcoords="offset points",
-                bbox=BEHIND,
-            )
+            draw_usable(axes, gpu_bytes / unit, words)
         else:
             axes.text(0.005, 0.985, f"{words}: above", transform=axes.transAxes, va="top", bbox=BEHIND)
     axes.set_ylim(0, 1.15 * top / unit)
@@ -211,20 +200,12 @@ LINES = (
 """Colours and markers of the curves: they differ without colour too."""
 
 
-def plot_curves(plan: Plan, path: Path) -> None:
-    """Draw the curves of `plan` to a PNG file. Raises UserError if it cannot be written."""
-    with replacing(path) as temporary:
-        curves_figure(plan).savefig(temporary, format="png")
-
-
 def curves_figure(plan: Plan) -> Figure:
     """The process's peak in GiB against the micro-batch size, a line for each curve, with the GPU's line."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     usable, chosen = plan.request.gpu.usable_bytes, plan.chosen
-    figure = Figure(figsize=(10, 5), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(10, 5)
     for (label, curve), (colour, marker) in zip(plan.curves.items(), LINES * len(plan.curves), strict=False):
         taken = [nbytes / GIB for nbytes in curve.values()]
         axes.plot([*curve], taken, color=colour, marker=marker, markersize=5, label=label)
@@ -250,10 +231,7 @@ def curves_figure(plan: Plan) -> Figure:
 
 def front_figure(plan: Plan) -> Figure:
     """Samples per second and GPU against the process's peak in GiB, numbered as the rows of the front."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.6), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(10, 4.6)
     for at, choice in enumerate(plan.front, start=1):
         rate, held = choice.samples_per_second_per_gpu, choice.process.high_bytes / GIB
         colour = COLOURS["parameter" if choice.lossless else "gradient"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -27,7 +27,7 @@ from bigdit.processes import entry
 from bigdit.recipes import Beginning, beginning, download, weights_folder
 from bigdit.report.words import samples
 from bigdit.search.of_run import carried, section
-from bigdit.search.plan import HOUR, Plan, record
+from bigdit.search.plan import HOUR, Plan
 from bigdit.strategy import Strategy
 
 _HEAD = """\
@@ -321,89 +321,75 @@ def obstacle(plan: Plan) -> str | None:
 def commands(plan: Plan, folder: Path) -> list[Command]:
     """The commands that encode and train with the plan in `folder`, the simplest first."""
     known = skeleton(plan) is not None
-    recorded, config = record(plan), folder / RUN if known else Path(RUN)
-    found, spread = [], recorded.processes_per_node
-    if known and plan.request.model.extractable and recorded.strategy.features == "cached":
+    strategy, config = plan.chosen.strategy, folder / RUN if known else Path(RUN)
+    machines = plan.request.cluster.nodes
+    spread = machines, strategy.world_size // machines
+    found = []
+    if known and plan.request.model.extractable and strategy.features == "cached":
         extract = ("bigdit", "extract", "--config", str(config))
         what = f"{samples(plan)}{'' if plan.request.model.text is None else ' and captions'}"
         found.append(Command(f"once, to encode {what}", extract))
-    if len(spread) == 1:
+    if machines == 1:
         train = ("bigdit", "train", "--config", str(config))
         found.append(Command("on this machine; the same command resumes", train))
-    if recorded.strategy.engine == "deepspeed":
-        found += [_deepspeed(config, spread), *_accelerate(config, spread, "--use_deepspeed")]
-    elif recorded.strategy.engine != "single":
-        found += _torchrun(config, spread) + _accelerate(config, spread, "--multi_gpu")
+    if strategy.engine == "deepspeed":
+        found += [_deepspeed(config, *spread), _accelerate(config, *spread, "--use_deepspeed")]
+    elif strategy.engine != "single":
+        found += [_torchrun(config, *spread), _accelerate(config, *spread, "--multi_gpu")]
     else:
         found.append(Command("or", ("python", *entry(), *_arguments(config))))
-    return found + _sbatch(plan, config, spread)
+    return found + _sbatch(plan, config, *spread)
 
 
 _JOB_HOURS, _GRACE_S = 24, 240
 """The hours that launch/slurm/train.sbatch requests, and its default GRACE."""
 
 
-def _sbatch(plan: Plan, config: Path, spread: Sequence[int]) -> list[Command]:
-    """SLURM's command, if all machines have the same number of tasks, and the repository has the job's file.
+def _sbatch(plan: Plan, config: Path, machines: int, processes: int) -> list[Command]:
+    """SLURM's command, if the repository has the job's file.
 
     The job requests the hours of the whole run, at most a day; then it is queued again. It gets a signal before its
     end: the time of a step, a save and a minute.
     """
-    if len(set(spread)) > 1 or entry() != ("launch/train.py",):
+    if entry() != ("launch/train.py",):
         return []
     step = plan.chosen.step.seconds.high
     hours = min(_JOB_HOURS, math.ceil((_steps(plan) * step + _save_seconds(plan)) / HOUR))
-    each = str(spread[0])
-    words = ["sbatch", "--nodes", str(len(spread)), "--ntasks-per-node", each, "--gpus-per-node", each]
+    each = str(processes)
+    words = ["sbatch", "--nodes", str(machines), "--ntasks-per-node", each, "--gpus-per-node", each]
     words += ["--time", f"{hours}:00:00"]
     if (grace := math.ceil(step + _save_seconds(plan))) > _GRACE_S:
         words += ["--signal", f"USR1@{grace + 60}", "--export", f"ALL,GRACE={grace}"]
     return [Command("or under SLURM", (*words, "launch/slurm/train.sbatch", str(config)))]
 
 
-def _deepspeed(config: Path, spread: Sequence[int]) -> Command:
-    arguments = _arguments(config)
-    if len(spread) == 1:
-        words = ["deepspeed", "--num_gpus", str(spread[0]), *entry("--module"), *arguments]
-        return Command("or by DeepSpeed's launcher", tuple(words))
-    even = len(set(spread)) == 1
-    slots = f"{len(spread)} lines `host slots={spread[0]}`" if even else ", ".join(f"`host slots={n}`" for n in spread)
-    words = ["deepspeed", "--hostfile", "hostfile", *entry("--module"), *arguments]
-    return Command(f"on the first machine, with {slots} in hostfile", tuple(words))
+def _deepspeed(config: Path, machines: int, processes: int) -> Command:
+    arguments = *entry("--module"), *_arguments(config)
+    if machines == 1:
+        return Command("or by DeepSpeed's launcher", ("deepspeed", "--num_gpus", str(processes), *arguments))
+    comment = f"on the first machine, with {machines} lines `host slots={processes}` in hostfile"
+    return Command(comment, ("deepspeed", "--hostfile", "hostfile", *arguments))
 
 
-def _torchrun(config: Path, spread: Sequence[int]) -> list[Command]:
-    arguments = (*entry(), *_arguments(config))
-    if len(spread) == 1:
-        words = ("torchrun", "--standalone", "--nproc-per-node", str(spread[0]), *arguments)
-        return [Command("or by torchrun", words)]
-
-    def on(rank: str, processes: int) -> tuple[str, ...]:
-        nodes = ("torchrun", "--nnodes", str(len(spread)), "--nproc-per-node", str(processes), "--node-rank", rank)
-        place = ("--master-addr", "$HEAD", "--master-port", str(PORT), "--rdzv-conf", _MEET)
-        return (*nodes, *place, *arguments)
-
-    if len(set(spread)) == 1:
-        comment = f"on each of {len(spread)} machines: NODE_RANK 0 to {len(spread) - 1}, HEAD the address of the first"
-        return [Command(comment, on("$NODE_RANK", spread[0]))]
-    return [
-        Command(f"on machine {rank}, HEAD being the address of machine 0", on(str(rank), processes))
-        for rank, processes in enumerate(spread)
-    ]
+def _torchrun(config: Path, machines: int, processes: int) -> Command:
+    each, train = ("--nproc-per-node", str(processes)), (*entry(), *_arguments(config))
+    if machines == 1:
+        return Command("or by torchrun", ("torchrun", "--standalone", *each, *train))
+    place = ("--node-rank", "$NODE_RANK", "--master-addr", "$HEAD", "--master-port", str(PORT), "--rdzv-conf", _MEET)
+    comment = f"on each of {machines} machines: NODE_RANK 0 to {machines - 1}, HEAD the address of the first"
+    return Command(comment, ("torchrun", "--nnodes", str(machines), *each, *place, *train))
 
 
-def _accelerate(config: Path, spread: Sequence[int], kind: str) -> list[Command]:
-    """accelerate's launcher, which needs the same number of processes on each machine."""
-    if len(set(spread)) > 1:
-        return []
-    words = ["accelerate", "launch", kind, "--num_machines", str(len(spread)), "--num_processes", str(sum(spread))]
-    if len(spread) > 1 and kind == "--use_deepspeed":  # the default starts other machines by pdsh
+def _accelerate(config: Path, machines: int, processes: int, kind: str) -> Command:
+    words = ["accelerate", "launch", kind, "--num_machines", str(machines)]
+    words += ["--num_processes", str(machines * processes)]
+    if machines > 1 and kind == "--use_deepspeed":  # the default starts other machines by pdsh
         words += ["--deepspeed_multinode_launcher", "standard"]
-    if len(spread) > 1:
+    if machines > 1:
         words += ["--machine_rank", "$NODE_RANK", "--main_process_ip", "$HEAD", "--main_process_port", str(PORT)]
         words += ["--rdzv_conf", _MEET]
-    comment = "or by accelerate" if len(spread) == 1 else "or on each by accelerate"
-    return [Command(comment, (*words, *entry(), *_arguments(config)))]
+    comment = "or by accelerate" if machines == 1 else "or on each by accelerate"
+    return Command(comment, (*words, *entry(), *_arguments(config)))
 
 
 def _arguments(config: Path) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from bigdit.memory import Category
+from bigdit.memory import CATEGORIES, Category
 from bigdit.report.figures import COLOURS
 
 if TYPE_CHECKING:
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 
 def render(template: str, filters: dict[str, Any], shown: dict[str, Any]) -> str:
-    """The page that a template makes of the values in `shown`."""
+    """The page that a template makes of the values in `shown`, with the colours of categories."""
     environment = Environment(
         loader=PackageLoader("bigdit.report"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= filters
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # in the given order
-    return environment.get_template(template).render(shown)
+    colours = {variable(category): (COLOURS[category], DARK[category]) for category in CATEGORIES}
+    return environment.get_template(template).render(shown, colours=colours)
 
 
 DARK: dict[Category, str] = COLOURS | {"parameter": "#7466D9", "workspace": "#FFFFFF"}

@@ -19,9 +19,9 @@ from bigdit.errors import UserError
 from bigdit.files import TEMPORARY, check_writable, commit_folder, read_bytes, write_json, write_text
 from bigdit.memory import CATEGORIES, PhasePeak, Timeline
 from bigdit.report import words
-from bigdit.report.figures import COLOURS, curves_figure, front_figure, plot_curves, plot_timeline, timeline_figure
+from bigdit.report.figures import curves_figure, front_figure, save, timeline_figure
 from bigdit.report.how_to_run import RUN, as_yaml, commands, obstacle, renewed, skeleton
-from bigdit.report.html import DARK, inline, render, variable
+from bigdit.report.html import inline, render, variable
 from bigdit.report.plan import needs, speed
 from bigdit.search.answer import make_plan
 from bigdit.search.of_run import planned_run
@@ -68,7 +68,6 @@ def _found(plan: Plan, folder: Path | None, others: Sequence[Plan]) -> dict[str,
         "plan": plan,
         "words": words,
         "usable": usable,
-        "colours": {variable(category): (COLOURS[category], DARK[category]) for category in CATEGORIES},
         "settings": words.settings(plan.chosen, plan),
         "speed": speed(plan),
         "needs": needs(plan),
@@ -344,9 +343,10 @@ def _fill(plan: Plan, others: Sequence[Plan], temporary: Path, folder: Path, run
         write_text(temporary / RUN, run)
     title = f"{plan.request.model.name} on {words.subject(plan)}, {plan.chosen.title}"
     usable = plan.request.gpu.usable_bytes
-    plot_timeline(Timeline.unpack(plan.packed_timeline), temporary / MEMORY, title=title, gpu_bytes=usable)
+    memory = timeline_figure(Timeline.unpack(plan.packed_timeline), title=title, gpu_bytes=usable)
+    save(memory, temporary / MEMORY)
     if plan.curves:
-        plot_curves(plan, temporary / CURVE)
+        save(curves_figure(plan), temporary / CURVE)
     write_text(temporary / PAGE, page(plan, folder, others=others))
 
 

@@ -21,11 +21,10 @@ from bigdit.config.run import CHECKPOINTS, EXPORTS, METRICS, PAGE, RECEIPT, RECO
 from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.files import read_bytes, write_text
-from bigdit.memory import CATEGORIES
 from bigdit.receipt import Receipt
 from bigdit.report import words
 from bigdit.report.figures import COLOURS
-from bigdit.report.html import DARK, inline, render, variable
+from bigdit.report.html import inline, render
 from bigdit.train.record import RunRecord, off, read_rows
 
 LOSSES = {"loss": "training", "validation_loss": "validation", "ema_validation_loss": "validation of EMA"}
@@ -129,7 +128,6 @@ def page(found: Found) -> str:
         "skipped": [row["step"] for row in found.rows if row.get("skipped")],
         "yaml": run and yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
         "notices": notices,
-        "colours": {variable(category): (COLOURS[category], DARK[category]) for category in CATEGORIES},
     }
     return render("run.html", {"gib": units.gib}, shown)
 

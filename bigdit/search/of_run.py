@@ -19,13 +19,14 @@ from bigdit.search.request import OPTIONS, option
 from bigdit.search.resolve import resolve_request
 from bigdit.strategy import Strategy
 
+_KEYS = {name: key for name, known in OPTIONS.items() if (key := known["key"] or "").startswith("strategy.")}
+"""Options with keys of a strategy."""
 # Keys of a strategy that a plan takes from the run, or does not depend on.
 _TAKEN = (
-    *("engine", "world_size", "cp", "micro_batch_size", "grad_accum_steps", "precision", "checkpointed_blocks"),
-    *("features", "ema", "lora", "controlnet", "float8", "cpu_offload", "ds_config", "gradient_clipping"),
-    *("optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.beta3", "optimizer.eps"),
-    *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps", "compile_blocks"),
-    "checkpointed_segments",
+    *(key.removeprefix("strategy.") for key in _KEYS.values()),
+    *("world_size", "grad_accum_steps", "checkpointed_segments", "lora", "cpu_offload", "ds_config"),
+    *("gradient_clipping", "optimizer.lr", "optimizer.betas", "optimizer.beta3", "optimizer.eps"),
+    *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps"),
 )
 
 
@@ -83,36 +84,31 @@ def _request(document: dict[str, Any], asked: Mapping[str, Any]) -> ResolvedRequ
     def given(key: str, value: Any) -> Any:
         return None if at(document, key.split(".")) is None else value
 
-    strategy, gpus = run.strategy, at(document, ["strategy", "world_size"])
+    strategy, gpus, whole = run.strategy, at(document, ["strategy", "world_size"]), run.model_dump()
     if None not in (gpus, asked.get("gpus")) and gpus != asked["gpus"]:
         raise UserError(f"strategy.world_size is {gpus}, and --gpus {asked['gpus']}; leave one of them out")
     gpus = gpus or asked.get("gpus")
     largest, *_ = buckets = sorted(run.data.all_buckets, key=math.prod, reverse=True)
     batch, segments = _global_batch(strategy, document, gpus or 1), strategy.checkpointed_segments
     blocks = given(f"strategy.checkpointed_{'segments' if segments else 'blocks'}", strategy.checkpointed_blocks)
-    request = resolve_request(
-        _model(run),
-        resolution=list(dict.fromkeys((bucket[-2], bucket[-1]) for bucket in buckets)),
-        buckets="none",
-        frames=frames_of(largest) if len(largest) == 3 else None,
-        global_batch=batch,
-        engine=given("strategy.engine", _engine(strategy)),
-        optimizer=given("strategy.optimizer.name", strategy.optimizer.name),
-        precision=given("strategy.precision", strategy.precision),
-        checkpointed_blocks=blocks,
-        micro_batch=given("strategy.micro_batch_size", strategy.micro_batch_size),
-        ema=None if strategy.ema is None else strategy.ema.device,
-        ema_widths=None if strategy.ema is None else strategy.ema.widths,
-        lora=strategy.lora and strategy.lora.model_dump(exclude={"base"}),
-        lora_base=given(f"strategy.{strategy.base_key}", strategy.base),
-        controlnet=None if strategy.controlnet is None else strategy.controlnet.model_dump(exclude={"base"}),
-        features="online" if strategy.features == "online" else None,
-        compile=strategy.compile_blocks or None,
-        cp=given("strategy.cp", strategy.cp),
-        fp8=None if strategy.float8 == "none" else strategy.float8,
-        full=not strategy.frozen,
-        **{**asked, "gpus": gpus},
-    )
+    fixed = {name: given(key, at(whole, key.split("."))) for name, key in _KEYS.items()} | {
+        "model": _model(run),
+        "resolution": list(dict.fromkeys((bucket[-2], bucket[-1]) for bucket in buckets)),
+        "buckets": "none",
+        "frames": frames_of(largest) if len(largest) == 3 else None,
+        "global_batch": batch,
+        "engine": given("strategy.engine", _engine(strategy)),
+        "checkpointed_blocks": blocks,
+        "ema": None if strategy.ema is None else strategy.ema.device,
+        "ema_widths": None if strategy.ema is None else strategy.ema.widths,
+        "lora": strategy.lora and strategy.lora.model_dump(exclude={"base"}),
+        "lora_base": given(f"strategy.{strategy.base_key}", strategy.base),
+        "lora_text_encoders": None,  # in lora
+        "controlnet": strategy.controlnet and strategy.controlnet.model_dump(exclude={"base"}),
+        "fp8": None if strategy.float8 == "none" else strategy.float8,
+        "full": not strategy.frozen,
+    }
+    request = resolve_request(**fixed | {**asked, "gpus": gpus})
     validated = 0 if run.validation is None else run.validation.samples
     update: dict[str, Any] = {
         "constraints": request.constraints.model_copy(update={"checkpointed_segments": segments}),

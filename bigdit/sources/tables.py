@@ -373,7 +373,7 @@ def _usual(
     usual = usual or [name for name, cells in found.items() if cells == "image" and "image" in kinds]
     if len(usual) == 1:
         return usual[0]
-    others = [f"{found[name]} in {name}" for name in names if name in found]
+    others = [f"{found[name].replace('other', 'another type')} in {name}" for name in names if name in found]
     if usual:
         what = f"has {', '.join(usual)}: say which is meant"
     elif others:

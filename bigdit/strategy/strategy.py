@@ -306,8 +306,9 @@ def _text_problems(strategy: Strategy) -> Iterator[str]:
     key = "lora.text_encoders is true"
     if strategy.features != "online":
         yield f"{key}, and features is {strategy.features}: the encoders run in no step; set it to online"
-    if strategy.engine != "single":
-        yield f"{key}, and was tried with engine single alone, and engine is {strategy.engine}; leave it out"
+    if strategy.engine not in ("single", "ddp"):
+        engines = _either(("single", "ddp"), strategy.world_size)
+        yield f"{key}, and engine is {strategy.engine}, which shards them; use engine {engines}, or leave it out"
     others = ("blocks_to_swap", "compile_blocks", "offload_activations", "optimizer_in_backward")
     yield from (
         f"{key}, and was not tried with {each}; leave one of them out" for each in others if getattr(strategy, each)
@@ -489,9 +490,10 @@ def _float8_problems(strategy: Strategy) -> Iterator[str]:
         yield "float8 was not tried with DeepSpeed's flat partitions; use engine single or fsdp2"
     if not strategy.precision.startswith("bf16"):
         yield f"float8 casts weights and activations of bf16, and precision is {strategy.precision}; use precision bf16"
-    if strategy.lora is not None and (strategy.lora.base != "bf16" or strategy.lora.dora):
-        kind = "dora, which computes with the plain weights" if strategy.lora.dora else f"base {strategy.lora.base}"
-        yield f"float8 was not tried with lora.{kind}; use LoRA with lora.base bf16"
+    if strategy.base not in (None, "bf16"):
+        yield f"float8 was not tried with {strategy.base_key} {strategy.base}; set it to bf16"
+    if strategy.lora is not None and strategy.lora.dora:
+        yield "float8 was not tried with lora.dora, which computes with the plain weights; set it to false"
     if strategy.lora is not None and strategy.lora.kind != "lora":
         yield f"float8 was not tried with lora.kind {strategy.lora.kind}; leave one of them out"
     if strategy.blocks_to_swap:
@@ -528,8 +530,6 @@ def _controlnet_problems(strategy: Strategy) -> Iterator[str]:
         yield "lora and controlnet are both set, and a run trains only one; leave the other out"
     if strategy.cp > 1:
         yield f"cp is {strategy.cp}, and a ControlNet does not split a sample; set it to 1"
-    if strategy.float8 != "none":
-        yield "float8 was not tried with controlnet; leave one of them out"
 
 
 def _either(engines: Sequence[EngineName], world_size: int) -> str:

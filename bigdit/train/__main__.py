@@ -34,8 +34,7 @@ def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -
 
     world = world_from_env()
     overrides = with_grace(with_ds_config(set_once(parsed.set), parsed.ds_config), parsed.grace)
-    stages = load_stages(parsed.config, overrides, world.world_size)
-    prepared = prepare_stages(stages, starting=True)
+    stages = prepare_stages(load_stages(parsed.config, overrides, world.world_size), starting=True)
     for stage in stages:
         log_lines(world, stage.notices(revision()), notes=True)
     if any(stage.plan is not None and stage.plan.expandable_segments for stage in stages):
@@ -47,15 +46,15 @@ def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -
         from bigdit.train.resume import with_steps
         from bigdit.train.state import check_models
 
-        check_models(prepared)
+        check_models(stages)
 
-    prepared, lines = with_steps(prepared)
+    stages, lines = with_steps(stages)
     log_lines(world, lines)
     run = stages[0].run
     stop = Stop(run.train.grace, world)
     try:
         with around(run.output) if world.is_main else nullcontext(), stop.listening():
-            ended = train(prepared, world, stop)
+            ended = train(stages, world, stop)
         if ended.following is not None and stop.signum:
             raise Stopped(stop.signum, ended.step, ended.checkpoint)
     except Stopped as stopped:

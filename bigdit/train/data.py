@@ -40,24 +40,13 @@ from bigdit.train.resume import Start
 from bigdit.train.step import Encode, encode
 
 
-def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
-    """The store of stage `first`; stores of later stages are checked too. Raises UserError as `open_store`."""
-
-    def one(number: int) -> FeatureStore:
-        each = stages[number]
-        return open_store(each.run, each.spec, each.plan)
-
-    return of_each(range(first, len(stages)), one)[0]
-
-
 def check_data(stages: Sequence[Prepared]) -> list[str]:
     """Check each stage's store, or else its sources, as far as this machine has them.
 
     Returns lines about what is missing, sources that changed since they were encoded, and the lengths of captions.
     """
 
-    def one(number: int) -> list[str]:
-        each = stages[number]
+    def one(each: Prepared) -> list[str]:
         data, encoders = each.run.data, each.run.encoders.model_dump()
         absent = [f"{key} {path}" for key, path in paths(encoders, "encoders") if not path.exists()]
         absent += lacking(each.run.encoders)
@@ -77,7 +66,7 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
         needed = [f"missing, and `bigdit extract` needs it to fill {data.features}: {', '.join(absent)}"]
         return [*(lines if missing else []), *(needed if absent else [])]
 
-    return list(dict.fromkeys(line for lines in of_each(range(len(stages)), one) for line in lines))
+    return list(dict.fromkeys(line for lines in of_each(stages, one) for line in lines))
 
 
 def _outdated(data: DataConfig) -> list[str]:
@@ -196,7 +185,9 @@ def open_data(start: Start, device: torch.device) -> tuple[TrainData, list[str]]
     stage, strategy = start.stage, start.stage.strategy
     store: FeatureStore | RawStore
     if strategy.features == "cached":
-        store, encoders = open_stores(start.stages, stage.number), None
+        from_here = start.stages[stage.number :]  # stores of later stages are checked too
+        stores = of_each(from_here, lambda each: open_store(each.run, each.spec, each.plan), first=stage.number)
+        store, encoders = stores[0], None
     else:
         store, encoders = open_online(
             stage.run, stage.spec, stage.plan, device, strategy.encode_chunk or strategy.micro_batch_size

@@ -134,7 +134,7 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
         recovery = stack.enter_context(Recovery(run, meter, state.fallback, state.smaller, state.peers, saves, stop))
         _keep(world, record)
         cut: list[str] = []
-        graphs = CompiledGraphs(strategy.compile_blocks)
+        graphs = CompiledGraphs(strategy)
         for step in range(start.step, stage.end):
             with monitor.metrics.waiting_for_data():
                 micro_batches = next(steps)

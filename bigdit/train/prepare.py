@@ -34,8 +34,7 @@ def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[P
     Raises UserError with all problems.
     """
 
-    def one(number: int) -> Prepared:
-        stage = stages[number]
+    def one(stage: Stage) -> Prepared:
         spec = prepare(stage.run, stage.plan)
         if starting:
             check_accelerate(stage.run.strategy)
@@ -43,7 +42,7 @@ def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[P
                 check_store(stage.run.data)
         return Prepared(**vars(stage), spec=spec)
 
-    found = of_each(range(len(stages)), one)
+    found = of_each(stages, one)
     objectives = [learned(objective_of(each.spec, each.run.objective)) for each in found]
     problems = [
         not_shared(number, f"objective.{key}", own.get(key), objectives[0].get(key))

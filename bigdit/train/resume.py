@@ -34,7 +34,7 @@ def with_steps(stages: Sequence[Prepared]) -> tuple[list[Prepared], list[str]]:
     not fit the schedule.
     """
 
-    found = of_each(range(len(stages)), lambda number: _with_steps(stages[number]))
+    found = of_each(stages, _with_steps)
     return list(in_order([stage for stage, _ in found])), [line for _, line in found if line is not None]
 
 

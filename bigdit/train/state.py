@@ -112,11 +112,7 @@ def _weights(start: Start, strategy: Strategy) -> nn.Module:
 
 def check_models(stages: Sequence[Prepared]) -> list[nn.Module]:
     """`check_model` of each stage. Raises UserError with all problems."""
-
-    def one(number: int) -> nn.Module:
-        return check_model(stages[number].run, stages[number].spec, stages[number].strategy)
-
-    found = of_each(range(len(stages)), one)
+    found = of_each(stages, lambda each: check_model(each.run, each.spec, each.strategy))
     first = stages[0]
     _check_start(first.run, first.spec)
     lora, adapters = first.strategy.lora, first.run.model.lora_from

@@ -301,16 +301,18 @@ def test_two_processes_on_two_gpus(tmp_path: Path) -> None:
     assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is unknown
 
 
-def test_two_machines_with_a_gpu_each(tmp_path: Path) -> None:
-    """Launchers find each other by variables. Each machine's GPUs have their own memory."""
-    command = ("torchrun", "--nproc-per-node", 1, script(tmp_path, SHARDS))
-    done = emulate("--gpu", "a40", "--nodes", 2, "--steps", 2, "--json", "--", *command, HOW="fsdp")
+def test_two_machines_with_two_gpus_each(tmp_path: Path) -> None:
+    """Launchers find each other by variables. torchrun starts a process for each GPU if it is not asked for another
+    number. Each machine's GPUs have their own memory."""
+    command = ("torchrun", script(tmp_path, SHARDS))
+    asked = ("--gpu", "a40", "--nodes", 2, "--processes", 2, "--steps", 2)
+    done = emulate(*asked, "--json", "--", *command, HOW="fsdp")
     assert done.returncode == 0, done.stderr
     accounts = done.report["runs"][0]["accounts"]
     found = [(each["node"], each["rank"], each["world_size"], each["gpus"][0]["index"]) for each in accounts]
-    assert found == [(0, 0, 2, 0), (1, 1, 2, 0)]
-    assert [each["steps"] for each in accounts] == [2, 2]
-    assert PARAMETERS <= state_of(accounts[0]) < 2 * PARAMETERS  # half of it
+    assert found == [(0, 0, 4, 0), (0, 1, 4, 1), (1, 2, 4, 0), (1, 3, 4, 1)]
+    assert [each["steps"] for each in accounts] == [2] * 4
+    assert PARAMETERS / 2 <= state_of(accounts[0]) < PARAMETERS  # a quarter of two states
     assert (done.report["nodes"], done.report["fits"]) == (2, True)
     assert not any("shared its memory" in notice for notice in done.report["notices"])
 
@@ -330,17 +332,6 @@ if rank == 0:
 dist.barrier()
 torch.ones(1, device="cuda")
 """
-
-
-@pytest.mark.slow
-def test_torchrun_starts_a_process_for_each_gpu_of_each_machine(tmp_path: Path) -> None:
-    """If it is not asked for another number."""
-    uses = "import os, torch; torch.ones(1, device=f'cuda:{os.environ[\"LOCAL_RANK\"]}')"
-    done = emulate("--gpu", "a40", "--nodes", 2, "--processes", 2, "--json", "--", "torchrun", script(tmp_path, uses))
-    assert done.returncode == 0, done.stderr
-    accounts = done.report["runs"][0]["accounts"]
-    found = [(each["node"], each["rank"], each["world_size"], each["gpus"][0]["index"]) for each in accounts]
-    assert found == [(0, 0, 4, 0), (0, 1, 4, 1), (1, 2, 4, 0), (1, 3, 4, 1)]
 
 
 def test_machines_with_networks_of_their_own(tmp_path: Path) -> None:
@@ -387,8 +378,7 @@ def test_a_machine_that_fails_ends_the_others(tmp_path: Path) -> None:
 
 
 def test_fp16_has_two_answers(tmp_path: Path) -> None:
-    command = ("python", "-m", "accelerate.commands.accelerate_cli", "launch", script(tmp_path, HALF))
-    done = emulate("--gpu", "a40", "--steps", 1, "--json", "--", *command)
+    done = emulate("--gpu", "a40", "--steps", 1, "--json", "--", "python", script(tmp_path, HALF))
     assert done.returncode == 0, done.stderr
     taken, skipped = done.report["runs"]
     assert (taken["first_step_skipped"], skipped["first_step_skipped"]) == (False, True)

@@ -175,8 +175,9 @@ def test_several_machines_are_planned_with_one_less_too(tmp_path, monkeypatch):
 
 def test_a_global_batch_that_gpus_do_not_divide_is_filled_up(tmp_path):
     """As the trainer fills it up. The plan's run gets the same plan again."""
-    asked = ("plan", "--gpu", "a40", "--gpus", 3, "--json")
-    done = in_process(*asked, "--model", "dit-s-8", "--buckets", "none", "--global-batch", 7, "--out", tmp_path)
+    asked, pinned = ("plan", "--gpu", "a40", "--gpus", 3, "--json"), ("--engine", "zero2", "--optimizer", "adamw")
+    sizes = ("--buckets", "none", "--global-batch", 7)
+    done = in_process(*asked, "--model", "dit-s-8", *pinned, *sizes, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     strategy = plan["chosen"]["strategy"]

@@ -120,8 +120,9 @@ def _request(vae: VaeSpec, text: TextEncoderSpec, precision: str, chunk: int | N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("vae", "text"), [(KL, T5), (DC, GEMMA)], ids=["KL, T5", "DC, Gemma 2"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("vae", "text", "precision"), [(KL, T5, "bf16"), (DC, GEMMA, "fp32")], ids=["KL, T5", "DC, Gemma 2"]
+)
 def test_encoders_stay_on_the_gpu_and_chunks_lower_the_peak_of_encoding_alone(
     gpus: EmulatedGpus, vae: VaeSpec, text: TextEncoderSpec, precision: str
 ) -> None:

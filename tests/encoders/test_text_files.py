@@ -40,6 +40,8 @@ def pipeline(tmp_path):
     whole, bare = tmp_path / "whole", tmp_path / "bare"
     whole.mkdir()
     tiny_pipelines.save(whole, "StableDiffusion3Pipeline")
+    small = tiny_pipelines.clip(tiny_pipelines.clip_tokenizer(), projected=True, width=4)
+    small.save_pretrained(whole / "text_encoder")  # as the published ones differ
     files = {}
     for part, name in NAMES.items():
         weights = whole / part / "model.safetensors"
@@ -111,6 +113,35 @@ def test_a_clip_with_open_clips_names_is_read(pipeline, prefix):
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.states, other.states)
         assert torch.equal(one.pooled, other.pooled)
+
+
+def test_encoders_within_a_checkpoint_of_stable_diffusion_3_are_read(pipeline, tmp_path):
+    whole, bare, files = pipeline
+    tensors = {"model.diffusion_model.x_embedder.proj.bias": torch.ones(3)}
+    for part, name in NAMES.items():
+        prefix = f"text_encoders.{name.split('_fp8')[0]}"
+        tensors[f"{prefix}.logit_scale"] = torch.ones(())
+        tensors |= {f"{prefix}.transformer.{key}": each for key, each in load_file(files[part]).items()}
+    save_file(tensors, tmp_path / "sd3.safetensors")
+    config = TextEncoderConfig(pipeline=bare, files=dict.fromkeys(NAMES, tmp_path / "sd3.safetensors"))
+    expected, found = (load_text_encoder(each).encode(CAPTIONS) for each in (TextEncoderConfig(pipeline=whole), config))
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.states, other.states)
+        assert torch.equal(one.pooled, other.pooled)
+
+
+def test_an_encoder_that_a_whole_checkpoint_lacks_is_named(pipeline, tmp_path):
+    _, bare, files = pipeline
+    small = load_file(files["text_encoder"])
+    own = {f"conditioner.embedders.0.transformer.{name}": each for name, each in small.items()}
+    save_file(own | {"first_stage_model.decoder.conv_in.bias": torch.ones(3)}, tmp_path / "xl.safetensors")
+    config = TextEncoderConfig(pipeline=bare, files=files | {"text_encoder_3": tmp_path / "xl.safetensors"})
+    with pytest.raises(UserError) as error:
+        load_text_encoder(config)
+    (problem,) = error.value.problems
+    assert problem.startswith("encoders.text.files.text_encoder_3: ")
+    assert "missing weights, the first " in problem
+    assert "; it holds conditioner.embedders.0." in problem
 
 
 @pytest.mark.parametrize("name", ["QwenImagePipeline", "WanPipeline"])

@@ -7,9 +7,8 @@ _CURVES = """
 import dataclasses, json, sys
 import torch, torch.distributed as dist
 from tiny_pipelines import SD3
-from stepping import equipped
 from whole import full_weights
-from bigdit import engines
+from bigdit import engines, models
 from bigdit.config.load import PRESETS
 from bigdit.dist import World, world_from_env
 from bigdit.loader.batch import Batch
@@ -35,7 +34,9 @@ def trained(world, preset, **more):
     shared = {"controlnet": ControlNetSpec(layers=2), "optimizer": OptimizerSpec(lr=1e-2, eps=1e-3)}
     shared |= {"precision": "fp32", "ema": {"decay": 0.9}, "micro_batch_size": 2}
     shared |= {"world_size": count, "grad_accum_steps": 2 // count}
-    family, model = equipped(strategy := Strategy(**PRESETS[preset] | shared | more), SPEC)
+    strategy, family = Strategy(**PRESETS[preset] | shared | more), models.family(SPEC.class_name)
+    model = models.build(SPEC, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
+    models.equip(model, family, strategy, backend="aot_eager")
     frozen = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("controlnet."))
     engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
     ema, losses = engines.ema_of(engine), []
@@ -70,14 +71,17 @@ ways = {
     "zero3": {"checkpointed_blocks": 2},
 }
 found = {preset: compare(preset, **more) for preset, more in ways.items()}
-quantised = trained(World(), "single", controlnet=ControlNetSpec(layers=2, base="int8"))
+int8 = {"controlnet": ControlNetSpec(layers=2, base="int8"), "checkpointed_blocks": "all"}
+quantised, *_ = trained(World(), "single", **int8)
 for preset, more in (("ddp", {"blocks_to_swap": 3}), ("fsdp2", {})):
-    more |= {"controlnet": ControlNetSpec(layers=2, base="int8"), "checkpointed_blocks": "all"}
-    losses, *_ = trained(world, preset, **more)
+    losses, *_ = trained(world, preset, **int8 | more)
     found[f"{preset} int8"] = {"losses": losses}
 found["swapped"] = compare("ddp", checkpointed_blocks="all", blocks_to_swap=3)
+found["compiled"] = compare("fsdp2", checkpointed_blocks="all", compile_blocks=True)
+fp8 = [trained(on, preset, precision="bf16", float8="tensorwise")[0]
+       for on, preset in ((World(), "single"), (world, "fsdp2"))]
 if world.is_main:
-    json.dump({"alone": alone[0], "quantised": quantised[0], **found}, open(sys.argv[1], "w"))
+    json.dump({"alone": alone[0], "quantised": quantised, "fp8": fp8, **found}, open(sys.argv[1], "w"))
 dist.destroy_process_group()
 """
 
@@ -85,8 +89,9 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_two_processes_train_one_as_one_process_does(tmp_path):
     answer = answer_of_two(_CURVES, tmp_path)
-    alone, quantised = answer.pop("alone"), answer.pop("quantised")
+    alone, quantised, (fp8, fp8_of_two) = (answer.pop(name) for name in ("alone", "quantised", "fp8"))
     assert quantised[-1] != alone[-1] != alone[0]
+    assert fp8_of_two == pytest.approx(fp8, rel=1e-3)  # bf16
     for preset in ("ddp int8", "fsdp2 int8"):
         assert answer.pop(preset)["losses"] == pytest.approx(quantised, rel=2e-5), preset
     for name, found in answer.items():

@@ -7,7 +7,7 @@ import os
 import shutil
 
 import pytest
-from commands import DIGITS, SINGLE, bigdit, with_set
+from commands import DIGITS, SINGLE, in_process, with_set
 from safetensors.torch import load_file
 from tiny_sources import gradient, png, save, write_tar
 
@@ -18,7 +18,7 @@ from bigdit.store.schema import read_schema
 
 def encode(images, features, options=()):
     settings = [f"data.images={json.dumps(images)}", f"data.features={features}", "data.workers=1", "data.part_size=2"]
-    return bigdit("extract", "--config", DIGITS, *with_set([*settings, "data.buckets=[[8,8]]"]), *options)
+    return in_process("extract", "--config", DIGITS, *with_set([*settings, "data.buckets=[[8,8]]"]), *options)
 
 
 def changed(images, features, options=()):
@@ -84,7 +84,7 @@ def test_only_what_was_added_or_edited_is_encoded_and_what_was_removed_is_no_lon
     now = ["caption A", *(f"caption {name}" for name in "cdewxyz")]
     assert trained_on(features) == now
 
-    info = json.loads(bigdit("features", "info", features, "--json").stdout)
+    info = json.loads(in_process("features", "info", features, "--json").stdout)
     assert [info[key] for key in ("images", "encoded", "gone", "captions", "skipped")] == [8, 8, 3, 8, []]
     done = encode(images, features)
     assert ("nothing was left to do" in done.stdout, "compare" in done.stderr) == (True, False)
@@ -110,7 +110,7 @@ def test_a_store_is_as_it_was_until_its_growth_is_complete(folder, tmp_path):
     assert changed(images, features, ["--end-index", "7"])  # like one that is killed after its first part
     assert len(parts(features)) == 4
     assert trained_on(features) == before
-    assert "are only partly encoded, and not used yet" in bigdit("features", "info", features).stdout
+    assert "are only partly encoded, and not used yet" in in_process("features", "info", features).stdout
     assert changed(images, features) == []  # it resumes
     assert trained_on(features) == sorted([*before[1:], "caption A", "caption x", "caption y", "caption z"])
 
@@ -157,18 +157,18 @@ def test_edits_that_keep_the_size_are_noticed_and_copies_are_not_taken_for_edits
     line = (
         f"note: data.images[0] changed since it was encoded into {features}; `bigdit extract --config RUN.yaml` encodes"
     )
-    assert line not in bigdit(*dry).stderr
+    assert line not in in_process(*dry).stderr
     columns = [
         f"data.images={{path: {copy}, captions: text}}" if each == f"data.images={copy}" else each for each in dry
     ]
-    done = bigdit(*columns)
+    done = in_process(*columns)
     assert (done.returncode, done.stderr) == (
         1,
         f"error: data.images: {copy} is a folder without metadata.jsonl or metadata.csv, so it has no columns; leave "
         "out image and captions\n",
     )
     (copy / "a.txt").write_text("caption A")
-    done = bigdit(*dry)
+    done = in_process(*dry)
     assert (done.returncode, line in done.stderr) == (0, True), done.stderr
     assert changed(str(copy), features) == ["data.images[0] changed: 1 edited: the caption of a.bmp"]
 

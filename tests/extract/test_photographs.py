@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import skimage.data
-from commands import DIGITS, bigdit, with_set
+from commands import DIGITS, in_process, with_set
 from PIL import Image
 from skimage.transform import resize
 from stores import read_rows
@@ -42,7 +42,7 @@ def stored(photographs, tmp_path_factory):
     root = tmp_path_factory.mktemp("store") / "features"
     chosen = [f"data.images={photographs}", f"data.features={root}", f"data.buckets={[[*each] for each in BUCKETS]}"]
     chosen += ["encoders.image.color=rgb", "model.kwargs.in_channels=12", "model.kwargs.out_channels=12"]
-    done = bigdit("extract", "--config", DIGITS, *with_set([*chosen, "data.workers=1"]), "--json")
+    done = in_process("extract", "--config", DIGITS, *with_set([*chosen, "data.workers=1"]), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["store"]["skipped"] == []
     names = sorted(name for names in BUCKETS.values() for name in names)

@@ -5,7 +5,7 @@ import os
 import re
 
 import pytest
-from commands import DIGITS, SINGLE, bigdit, in_process, with_set
+from commands import DIGITS, SINGLE, in_process, with_set
 from extracting import all_indices, configured, parts
 from tiny_sources import save
 
@@ -15,9 +15,9 @@ from bigdit.extract.extract import extract
 from bigdit.store import FeatureStore
 
 
-def command(images, features, *more, **options):
+def command(images, features, *more):
     settings = with_set([f"data.images={images}", f"data.features={features}", "data.workers=1"])
-    return bigdit("extract", "--config", DIGITS, *settings, *more, **options)
+    return in_process("extract", "--config", DIGITS, *settings, *more)
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_captions_are_measured_over_parts_and_reported_wherever_a_store_is_shown
     assert report["cut"] == [cut | {"samples": ["a.png", "b.png", "d.png"]}]
     figures = {"shortest": 6, "quartiles": [16, 17, 51], "longest": 51, "longest_of": "a.png"}
     assert report["lengths"] == [{"tokenizer": "tokenizer", "limit": 16, "captions": 6, **figures}]
-    shown = bigdit("features", "info", tmp_path / "f").stdout
+    shown = in_process("features", "info", tmp_path / "f").stdout
     assert all(" ".join(each.split()) in " ".join(shown.split()) for each in line.splitlines())
     overrides = [*SINGLE, f"data.images={tmp_path}/images", f"data.features={tmp_path}/f"]
     dry = in_process("train", "--config", DIGITS, "--dry-run", *with_set(overrides), *more)

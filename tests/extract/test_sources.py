@@ -4,7 +4,7 @@ import io
 import json
 
 import pytest
-from commands import DIGITS, ROOT, bigdit, with_set
+from commands import DIGITS, ROOT, in_process, with_set
 from PIL import Image
 from stores import read_rows
 from tiny_sources import png, snapshot, write_tar
@@ -42,7 +42,7 @@ def sources(tmp_path):
 def test_a_store_of_every_kind_of_source(sources, tmp_path):
     root = tmp_path / "features"
     settings = [f"data.images={json.dumps(sources)}", f"data.features={root}", "data.part_size=4", "data.workers=1"]
-    done = bigdit("extract", "--config", DIGITS, *with_set(settings), "--json")
+    done = in_process("extract", "--config", DIGITS, *with_set(settings), "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)["store"]
     assert (report["images"], report["encoded"]) == (15, 11)
@@ -78,7 +78,7 @@ def test_clips_of_videos_in_shares_that_begin_within_one(tmp_path):
     asked = [f"data.images={{path: {tmp_path}/videos, clips: 3}}", "data.buckets=[[5, 8, 8], [3, 8, 8]]", *sizes]
     settings = with_set([*asked, "data.workers=1", f"data.features={tmp_path}/features"])
     for share in (("--end-index", "2"), ()):
-        done = bigdit("extract", "--config", ROOT / "launch/recipes/digits-moving.yaml", *settings, *share)
+        done = in_process("extract", "--config", ROOT / "launch/recipes/digits-moving.yaml", *settings, *share)
         assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "features/report.json").read_text())
     assert (report["images"], report["encoded"]) == (6, 5)

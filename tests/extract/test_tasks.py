@@ -101,7 +101,7 @@ def test_a_ray_cluster_makes_the_same_parts(images, here, tmp_path, monkeypatch)
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    report = extract(*configured(images, tmp_path / "f"), workers=1, engine=Ray(2, {}))
+    report = extract(*configured(images, tmp_path / "f"), workers=1, engine=Ray(1, {}))
     assert parts(tmp_path / "f") == here
     assert sum(worker.parts for worker in report.workers) >= PARTS
     pids = {int(worker.worker.rsplit("_", 5)[3]) for worker in report.workers}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from PIL import Image
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 from tiny_videos import moving_square
 
-from bigdit.emulator.interpreter import cuda_python
 from bigdit.recipes import recipe
 
 RECIPES = {
@@ -36,27 +34,11 @@ SET = (
     "data.part_size=null",
 )
 
-SCRIPT = """
-import argparse, pathlib, torch
-from huggingface_hub import snapshot_download
-parser = argparse.ArgumentParser()
-parser.add_argument("--pretrained_model_name_or_path")
-folder = pathlib.Path(snapshot_download(parser.parse_known_args()[0].pretrained_model_name_or_path))
-assert (folder / "transformer/diffusion_pytorch_model.safetensors").exists()
-model = torch.nn.Linear(64, 64, device="cuda")
-optimizer = torch.optim.AdamW(model.parameters())
-while True:
-    model(torch.ones(1, 64, device="cuda")).sum().backward()
-    optimizer.step()
-"""
-"""Stands for diffusers' example; its weights have the same layout."""
-
 
 def reader_folder(folder, images):
     """A folder with `images`, `my.yaml` for features/my and runs/my, `run.yaml` with two stages, and RECIPES."""
     folder.mkdir()
     (folder / "images").symlink_to(images)
-    (folder / "train_dreambooth_lora_sana.py").write_text(SCRIPT)
     my = _run(*SET, "data.features=features/my", "output=runs/my")
     stages = [{"data": {"features": "features/my"}, "train": {"steps": steps}} for steps in (2, 3)]
     progressive = _run(*SET, "train.steps=null", "output=runs/progressive") | {"stages": stages}
@@ -136,8 +118,7 @@ def run_there(folder, words, timeout=300):
     """Run a page's bigdit command in that folder, after removing `exported` and `samples` of the page before."""
     for made in ("exported", "samples"):
         shutil.rmtree(folder / made, ignore_errors=True)
-    path = f"{cuda_python().parent}:{os.environ['PATH']}"  # emulated programs use the CUDA build of torch
-    return warm.run([str(BIN / words[0]), *words[1:]], [environment_with({"PATH": path})], folder, timeout)
+    return warm.run([str(BIN / words[0]), *words[1:]], [environment_with({})], folder, timeout)
 
 
 def _write(folder, **documents):

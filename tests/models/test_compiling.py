@@ -157,7 +157,10 @@ def test_graphs_that_a_run_should_not_need_are_lines():
             torch._dynamo.graph_break()
         return x * factor
 
-    compiled, graphs = torch.compile(block, backend="eager", dynamic=False), CompiledGraphs(True)
+    compiled, graphs = (
+        torch.compile(block, backend="eager", dynamic=False),
+        CompiledGraphs(Strategy(compile_blocks=True)),
+    )
 
     def step(done, factor):
         graphs.begin()

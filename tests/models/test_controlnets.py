@@ -172,27 +172,36 @@ def test_steps_are_those_of_diffusers_controlnet_written_by_hand(class_name, blo
     assert all(torch.equal(each, before[name]) for name, each in frozen.items())
 
 
+def losses(class_name, base="bf16", **settings):
+    """The losses of four steps, and the model."""
+    kwargs, asked, *_ = CASES[class_name]
+    spec, family = ModelSpec(name="tiny", class_name=class_name, kwargs=kwargs), models.family(class_name)
+    strategy = Strategy(controlnet=asked.model_copy(update={"base": base}), checkpointed_blocks="all", **settings)
+    model = models.build(spec, device=CPU, dtype=engines.compute_dtype(strategy), seed=0)
+    engine = engines.create(strategy, models.equip(model, family, strategy), family, device=CPU, world=World())
+    steps = [train_step(engine, family, FlowMatchingSpec(), [a_batch(kwargs)], lr=1e-2).loss for _ in range(4)]
+    return [float(each) for each in steps], model
+
+
 @pytest.mark.parametrize(("base", "off"), [("int8", 1e-3), ("fp8", 4e-3), ("nf4", 5e-2)])
 @pytest.mark.parametrize("class_name", CASES)
 def test_the_frozen_model_alone_is_quantised(class_name, base, off):
-    kwargs, asked, *_ = CASES[class_name]
-    spec, family = ModelSpec(name="tiny", class_name=class_name, kwargs=kwargs), models.family(class_name)
-
-    def losses(base):
-        trained = asked.model_copy(update={"base": base})
-        strategy = Strategy(precision="fp32", controlnet=trained, checkpointed_blocks="all")
-        model = models.equip(models.build(spec, device=CPU, dtype=torch.float32, seed=0), family, strategy)
-        engine = engines.create(strategy, model, family, device=CPU, world=World())
-        steps = [train_step(engine, family, FlowMatchingSpec(), [a_batch(kwargs)], lr=1e-2).loss for _ in range(4)]
-        return [float(each) for each in steps], model
-
-    (plain, _), (found, model) = losses("bf16"), losses(base)
+    (plain, _), (found, model) = (losses(class_name, each, precision="fp32") for each in ("bf16", base))
     assert found != plain == pytest.approx(found, rel=off)
     assert found[-1] < found[0]
     dtypes = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "nf4": torch.uint8}
     kept = {name for name, each in model.named_parameters() if each.dtype == dtypes[base]}
     assert any("transformer_blocks.0." in name for name in kept)
     assert not any(name.startswith("controlnet.") for name in kept)
+
+
+@pytest.mark.parametrize("class_name", CASES)
+def test_frozen_and_trained_blocks_multiply_in_fp8(class_name):
+    (plain, _), (found, model) = losses(class_name), losses(class_name, float8="tensorwise")
+    assert found != plain == pytest.approx(found, rel=1e-2)
+    assert found[-1] < found[0]
+    named = [name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"]
+    assert {name.startswith("controlnet.") for name in named} == {False, True}
 
 
 def test_what_cannot_start_one_is_refused():

@@ -19,7 +19,7 @@ from bigdit.profile.attempt import StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.search.plan import Constraints
 from bigdit.search.resolve import resolve_request
-from bigdit.strategy import BatchShape, LoraSpec, Strategy
+from bigdit.strategy import BatchShape, ControlNetSpec, LoraSpec, Strategy
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -89,7 +89,8 @@ def test_blocks_without_a_layer_for_fp8_are_a_line():
     [
         ({"engine": "deepspeed", "ds_config": {}}, "was not tried with DeepSpeed's flat partitions"),
         ({"precision": "fp16"}, "casts weights and activations of bf16, and precision is fp16; use precision bf16"),
-        ({"lora": LoraSpec(base="int8")}, "was not tried with lora.base int8; use LoRA with lora.base bf16"),
+        ({"lora": LoraSpec(base="int8")}, "was not tried with lora.base int8; set it to bf16"),
+        ({"controlnet": ControlNetSpec(layers=1, base="nf4")}, "was not tried with controlnet.base nf4; set it"),
         ({"lora": LoraSpec(dora=True)}, "was not tried with lora.dora"),
         ({"lora": LoraSpec(), "blocks_to_swap": 3, "checkpointed_blocks": "all"}, "was not tried with blocks_to_swap"),
     ],

@@ -225,6 +225,66 @@ def test_what_is_no_start_is_named(tensors, lora, problem):
         started(FLUX, LoraSpec(**{"rank": 2} | lora), tensors)
 
 
+XLABS = {
+    "double_blocks.0.processor.qkv_lora1": (48, "transformer_blocks.0.attn.to_q"),
+    "double_blocks.0.processor.proj_lora2": (16, "transformer_blocks.0.attn.to_add_out"),
+    "single_blocks.0.processor.qkv_lora": (48, "single_transformer_blocks.0.attn.to_v"),
+}
+
+
+def test_names_of_xlabs_are_read():
+    torch.manual_seed(0)
+    tensors = {}
+    for name, (rows, _) in XLABS.items():
+        tensors |= {f"{name}.down.weight": torch.randn(2, 16), f"{name}.up.weight": torch.randn(rows, 2)}
+    targets = tuple({layer.split("attn.")[1] for _, layer in XLABS.values()} | {"to_q", "to_k", "add_q_proj"})
+    lora = LoraSpec(rank=2, alpha=2.0, targets=(*targets, "add_k_proj", "add_v_proj"))
+    model, _ = started(FLUX, lora, tensors)
+    for name, (_, layer) in XLABS.items():
+        up = tensors[f"{name}.up.weight"]
+        own = up[:16] if layer.endswith("to_q") else up[-16:]
+        torch.testing.assert_close(change(model, lora, layer), own @ tensors[f"{name}.down.weight"])
+
+
+@pytest.mark.parametrize(
+    ("layer", "rows", "columns", "owner"),
+    [
+        (
+            "transformer.transformer_blocks.7.attn.to_q",
+            3072,
+            3072,
+            "its layers are those of flux.1-dev; set model.name to that",
+        ),
+        (
+            "transformer.transformer_blocks.7.attn.to_q",
+            1536,
+            1536,
+            "its layers are those of sd3-medium; set model.name to that",
+        ),
+        (
+            "lora_unet_double_blocks_3_img_attn_qkv",
+            9216,
+            3072,
+            "its layers are those of flux.1-dev; set model.name to that",
+        ),
+        (
+            "diffusion_model.blocks.30.self_attn.q",
+            5120,
+            5120,
+            "its layers are those of wan2.1-t2v-14b; set model.name to that",
+        ),
+        ("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q", 640, 640, "it is of a U-Net, such as"),
+        ("lora_unet_down_blocks_1_attentions_0_proj_in", 640, 640, "it is of a U-Net, such as that of SDXL; take a"),
+        ("transformer.transformer_blocks.0.attn.to_q", 17, 17, "it is of another model, or in names"),
+    ],
+)
+def test_the_model_that_a_lora_is_of_is_named(layer, rows, columns, owner):
+    pair = {f"{layer}.lora_down.weight": torch.ones(2, columns), f"{layer}.lora_up.weight": torch.ones(rows, 2)}
+    with pytest.raises(UserError) as error:
+        models.read_adapters(spec_of("lumina-2"), pair, {})
+    assert owner in error.value.problems[0]
+
+
 def test_a_folder_without_adapters_is_named(tmp_path):
     lora = LoraSpec(rank=2)
     model, _ = started(FLUX, lora, PAIR)

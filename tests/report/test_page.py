@@ -14,7 +14,7 @@ from commands import ROOT
 from PIL import Image
 
 from bigdit.memory import CATEGORIES
-from bigdit.report.figures import COLOURS, plot_curves
+from bigdit.report.figures import COLOURS, curves_figure, save
 from bigdit.report.html import DARK
 from bigdit.report.page import page
 from bigdit.units import gib
@@ -234,7 +234,7 @@ def test_in_the_dark_colours_stand_out_from_the_page():
 
 
 def test_curves_are_drawn_and_the_gpu_is_among_them(made, tmp_path):
-    plot_curves(made, tmp_path / "curve.png")
+    save(curves_figure(made), tmp_path / "curve.png")
     with Image.open(tmp_path / "curve.png") as image:
         pixels = np.asarray(image.convert("RGB"))
     assert pixels.shape[:2] == (600, 1200)

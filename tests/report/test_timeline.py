@@ -20,7 +20,7 @@ from bigdit.errors import UserError
 from bigdit.memory import CATEGORIES, Block, Span, Timeline, ledger
 from bigdit.memory.process import non_torch_memory
 from bigdit.report import plan as tables
-from bigdit.report.figures import COLOURS, MOST_COLUMNS, columns, live_bytes, plot_timeline
+from bigdit.report.figures import COLOURS, MOST_COLUMNS, columns, live_bytes, save, timeline_figure
 
 STEP = Timeline(
     (
@@ -43,7 +43,7 @@ def painted(path: Path) -> dict[str, int]:
 
 
 def test_layers_cover_the_image_as_bytes_cover_the_events(tmp_path: Path) -> None:
-    plot_timeline(STEP, tmp_path / "memory.png", title="a step")
+    save(timeline_figure(STEP, title="a step"), tmp_path / "memory.png")
     found = painted(tmp_path / "memory.png")
     drawn = {"parameter", "saved activation", "gradient", "temporary"}
     assert {name for name, count in found.items() if count > 100} == drawn
@@ -56,7 +56,7 @@ def test_layers_cover_the_image_as_bytes_cover_the_events(tmp_path: Path) -> Non
 def test_a_gpus_line_lifts_the_top_and_a_far_one_does_not(tmp_path: Path) -> None:
     parameter = {}
     for name, gpu in (("none", None), ("near", 200 * MIB), ("far", 2000 * MIB)):
-        plot_timeline(STEP, tmp_path / f"{name}.png", title="a step", gpu_bytes=gpu)
+        save(timeline_figure(STEP, title="a step", gpu_bytes=gpu), tmp_path / f"{name}.png")
         parameter[name] = painted(tmp_path / f"{name}.png")["parameter"]
     assert parameter["near"] < 0.8 * parameter["none"]
     assert parameter["far"] == pytest.approx(parameter["none"], rel=0.05)
@@ -64,7 +64,7 @@ def test_a_gpus_line_lifts_the_top_and_a_far_one_does_not(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("trace", [Timeline((), (), ()), timeline(3, 700, -1, -2), timeline(0, -1)])
 def test_small_and_empty_timelines_are_drawn(trace: Timeline, tmp_path: Path) -> None:
-    plot_timeline(trace, tmp_path / "memory.png", title="small", gpu_bytes=1000)
+    save(timeline_figure(trace, title="small", gpu_bytes=1000), tmp_path / "memory.png")
     with Image.open(tmp_path / "memory.png") as image:
         assert image.size == (1440, 672)
 
@@ -72,12 +72,12 @@ def test_small_and_empty_timelines_are_drawn(trace: Timeline, tmp_path: Path) ->
 def test_a_image_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write .*memory\.png: File exists"):
-        plot_timeline(STEP, tmp_path / "file" / "memory.png", title="a step")
+        save(timeline_figure(STEP, title="a step"), tmp_path / "file" / "memory.png")
 
 
 @given(timelines(), st.integers(2, 20))
 def test_what_is_drawn_keeps_the_peak_of_each_stretch(trace: Timeline, most: int) -> None:
-    live = live_bytes(trace, 512)
+    live = live_bytes(trace)
     total = live.sum(axis=0)
     assert total.max() == ledger(trace).peak_allocated_bytes
     assert (live >= 0).all()

@@ -1,6 +1,7 @@
 """ControlNets from files to samples: diffusers' ControlNet pipeline generates with an export what was sampled."""
 
 import json
+import shutil
 
 import diffusers
 import numpy as np
@@ -48,13 +49,25 @@ def encoded(tmp_path_factory):
     return folder, parts | {"vae": vae, "transformer": transformer}
 
 
-def test_a_step_takes_what_was_predicted_and_the_pipeline_generates_with_what_was_trained(encoded, monkeypatch):
-    folder, parts = encoded
-    receipt, _ = benched("--config", folder / "run.yaml", *with_set(("strategy.checkpointed_blocks=all",)))
-    assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
+@pytest.fixture(scope="module")
+def trained(encoded):
+    """The same, with four steps trained and an image of them. Tests leave it as it is."""
+    folder, _ = encoded
     image = folder / "images/0.reference.png"
     train_here(folder / "run.yaml", "samples.captions=[a cat]", f"samples.images=[{image}]", "samples.steps=2",
-               "samples.every=2", "samples.seed=5", "train.steps=4", "samples.every=4")  # fmt: skip
+               "samples.every=4", "samples.seed=5", "train.steps=4")  # fmt: skip
+    return encoded
+
+
+def test_a_step_takes_what_was_predicted(encoded):
+    folder, _ = encoded
+    receipt, _ = benched("--config", folder / "run.yaml", *with_set(("strategy.checkpointed_blocks=all",)))
+    assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
+
+
+def test_the_pipeline_generates_with_what_was_trained(trained, monkeypatch):
+    folder, parts = trained
+    image = folder / "images/0.reference.png"
     drawn = in_process("sample", "--checkpoint", folder / "run", "--caption", "a cat", "--image", image, "--steps", "2",
                        "--seed", "5", "--ema", "--out", folder / "samples")  # fmt: skip
     assert drawn.returncode == 0, drawn.stderr
@@ -92,8 +105,8 @@ def generated(parts, controlnet, image, noise):
                     **asked).images  # fmt: skip
 
 
-def test_a_run_resumes_and_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
-    folder, _ = encoded
+def test_a_run_resumes_and_what_does_not_fit_is_refused_in_a_line(trained, tmp_path):
+    folder, _ = trained
     base = str(folder / "pipeline/transformer")
     flux = {"class_name": "FluxTransformer2DModel", "kwargs": tiny_pipelines.FLUX_CONTROL, "init_from": base}
     refused = {
@@ -130,9 +143,10 @@ def test_a_run_resumes_and_what_does_not_fit_is_refused_in_a_line(encoded, tmp_p
     done = bigdit("train", "--config", folder / "run.yaml", *alone)
     assert done.returncode == 1
     assert "holds only a ControlNet; its base is" in " ".join(done.stderr.split())
-    train_here(folder / "run.yaml", "train.steps=6")
-    assert latest(folder / "run")[0].step == 6
-    done = bigdit("train", "--config", folder / "run.yaml", *with_set(("strategy.controlnet.layers=1",)))
+    resumed = f"output={shutil.copytree(folder / 'run', tmp_path / 'resumed')}"
+    train_here(folder / "run.yaml", resumed, "train.steps=6")
+    assert latest(tmp_path / "resumed")[0].step == 6
+    done = bigdit("train", "--config", folder / "run.yaml", *with_set((resumed, "strategy.controlnet.layers=1")))
     assert done.returncode == 1
     assert "was trained with strategy.controlnet.layers 2" in " ".join(done.stderr.split())
     over_nf4 = ("strategy.controlnet.base=nf4", f"output={tmp_path / 'nf4'}")

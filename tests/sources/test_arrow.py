@@ -44,6 +44,17 @@ def test_parquet_of_paths_with_lists_of_captions_and_weights(folder):
     ]
 
 
+def test_lists_of_a_fixed_length_are_captions_and_lists_of_objects_are_named(folder):
+    paths = [f"images/{number}.png" for number in range(2)]
+    pairs = pa.array([["a", "b"], ["c", "d"]], pa.list_(pa.string(), 2))
+    pq.write_table(pa.table({"file_name": paths, "captions": pairs}), folder / "list.parquet")
+    items = opened({"path": str(folder / "list.parquet"), "captions": "captions"}).items(0, 2)
+    assert [texts(item) for item in items] == [[("a", 1), ("b", 1)], [("c", 1), ("d", 1)]]
+    pq.write_table(pa.table({"file_name": paths, "caption": [[{"t": "a"}], [{"t": "b"}]]}), folder / "list.parquet")
+    with pytest.raises(UserError, match=r"list\.parquet holds another type in caption, not text; its columns: "):
+        opened(str(folder / "list.parquet"))
+
+
 def test_a_parquet_snapshot_is_read_in_any_order_by_split(tmp_path):
     snapshot(tmp_path / "data", "train-00000-of-00002.parquet", range(50))
     snapshot(tmp_path / "data", "train-00001-of-00002.parquet", range(50, 90))

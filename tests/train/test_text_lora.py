@@ -11,7 +11,7 @@ import tiny_sources
 import tiny_vaes
 import torch
 import yaml
-from commands import ROOT, in_process, with_set
+from commands import ROOT, in_process, run_ranks, with_set
 from gpus import A40
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
@@ -192,6 +192,26 @@ def test_a_run_resumes_to_the_bit(case, trained, tmp_path):
     assert all(torch.equal(resumed[name], each) for name, each in whole.items())
 
 
+@pytest.mark.slow
+def test_two_replicas_train_encoders_as_one_process_does(case, tmp_path):
+    """Each has its own half of a batch, and one process resumes what they saved."""
+    _, path = case
+    shared = ["strategy.precision=fp32", "encoders.text.dtype=fp32", "strategy.lora.base=int8"]
+    shared += ["strategy.global_batch_size=4", "train.steps=2"]
+    settings = with_set([*shared, f"output={tmp_path}/alone"])
+    assert in_process("train", "--config", path, *settings).returncode == 0
+    own = [*shared, f"output={tmp_path}/two", "strategy.engine=ddp", "strategy.world_size=2"]
+    done = run_ranks(2, ROOT / "launch/train.py", "--config", path, *with_set(own))
+    assert done.returncode == 0, done.stderr
+    one, two = masters(tmp_path / "alone"), masters(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert any(name.startswith("master.text_encoders.") for name in one)
+    for name, each in one.items():
+        torch.testing.assert_close(two[name], each, rtol=1e-3, atol=1e-5, msg=name)
+    again = [*shared, f"output={tmp_path}/two", "train.steps=3"]
+    assert in_process("train", "--config", path, *with_set(again)).returncode == 0
+
+
 def _loaded(name, path, output, folder="transformer"):
     """The pipeline of diffusers, with the run's export in it."""
     class_name, *_ = CASES[name]
@@ -291,6 +311,7 @@ def test_what_text_encoders_exclude_is_an_error_of_one_line(case):
     refused = {
         "strategy.features=cached": "features is cached: the encoders run in no step; set it to online",
         "strategy.compile_blocks=true": "was not tried with compile_blocks; leave one of them out",
+        "strategy.engine=fsdp2": "engine is fsdp2, which shards them; use engine single, or leave it out",
         "strategy.lora.dora=true": "text_encoders is for LoRA, and DoRA is trained; set text_encoders to false",
         "strategy.lora.text_encoders=false": "text_encoder_lr is set, and text_encoders is false; set it to true",
         "encoders.text.dtype=fp32": "encoders.text.dtype is fp32, with strategy.precision bf16; set it to bf16",

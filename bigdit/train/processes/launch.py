@@ -10,41 +10,25 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 
 from bigdit import log
-from bigdit.config import RunConfig
-from bigdit.documents import MOST_PROCESSES
-from bigdit.errors import EXIT_USER, UserError
+from bigdit.errors import EXIT_USER
 from bigdit.machine import memory_bytes
-from bigdit.processes import STOPPED, own_module, state_of
+from bigdit.processes import STOPPED, state_of
 from bigdit.train.processes.end import LAUNCHER, handled_signals
 from bigdit.units import gib
 
 PATIENCE_S = 10.0  # for the other processes to end by themselves when one has failed
 
 
-def launch(run: RunConfig, config: Path, overrides: Sequence[str], host_bytes: int = 0) -> int:
-    """Run `python -m bigdit.train` as `strategy.world_size` processes.
-
-    Returns 0, or the exit status of the first process that failed. `host_bytes`: the CPU memory that its plans need.
-    """
-    arguments = ["--config", str(config), *(part for override in overrides for part in ("--set", override))]
-    command = [sys.executable, *own_module("bigdit.train"), *arguments]
-    if (count := run.strategy.world_size) > MOST_PROCESSES:
-        raise UserError(
-            f"strategy.world_size is {count}, and `bigdit train` starts at most {MOST_PROCESSES} processes, on this "
-            "machine; start the others by another launcher"
-        )
-    return Ranks(command, run.train.grace, host_bytes).run(count)
-
-
 class Ranks:
-    """The processes of a run, each in its own session: only their parent passes Ctrl-C on to them."""
+    """The processes of a run, each in its own session: only their parent passes Ctrl-C on to them.
+
+    `grace`: seconds that they have to save and end after a signal. `host_bytes`: the CPU memory that its plans need.
+    """
 
     def __init__(self, command: Sequence[str], grace: float, host_bytes: int = 0) -> None:
         self._command = command
@@ -56,7 +40,7 @@ class Ranks:
         self._deadline = math.inf
 
     def run(self, count: int) -> int:
-        """Start `count` processes and wait for them all."""
+        """Start `count` processes and wait for them all. Returns 0, or the exit status of the first that failed."""
         before = {each: signal.signal(each, self._forward) for each in handled_signals()}
         try:
             store = None
