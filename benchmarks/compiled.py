@@ -2,7 +2,8 @@
 
 `python benchmarks/compiled.py` runs all modes with the CUDA build of torch. `python benchmarks/compiled.py MODE` trains
 in this process, on whatever GPU it has, and prints the peak of the third step. `python benchmarks/compiled.py models`
-runs bigdit's own step of whole models instead, as written and with compile_blocks.
+runs bigdit's own step of whole models instead, as written and with compile_blocks; `float8`, that of two models in bf16
+and FP8, with the seconds that a plan predicts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,19 @@ MODELS = {
     "wan2.1-t2v-1.3b": "checkpointed_blocks=all",
 }
 """Strategies for one A40."""
+
+FLOAT8_MODELS: dict[str, tuple[int, dict[str, int]]] = {
+    "pixart-sigma-xl-2-1024": (8, {}),
+    "flux.1-dev": (4, {"num_layers": 4, "num_single_layers": 4}),
+}
+"""Micro-batches for one H100, and changed arguments."""
+FLOAT8_MODES = {
+    "bf16": "",
+    "bf16, compiled": "compile_blocks=true",
+    "tensorwise": "float8=tensorwise",
+    "tensorwise, compiled": "float8=tensorwise,compile_blocks=true",
+    "rowwise, compiled": "float8=rowwise,compile_blocks=true",
+}
 
 
 def block() -> Any:
@@ -129,6 +143,36 @@ def whole_models() -> list[str]:
     return rows
 
 
+def float8_models() -> list[str]:
+    """Rows with the peak and the predicted seconds of each model's step."""
+    from bigdit import catalog
+    from bigdit.config.load import parse_strategy
+    from bigdit.profile.attempt import request_for
+    from bigdit.profile.gpus import EmulatedGpus
+    from bigdit.speed.seconds import Cluster, launches_of
+    from bigdit.speed.step import step_time
+    from bigdit.speed.work import work_of
+    from bigdit.units import gib
+
+    device = catalog.resolve_gpu("h100-sxm")
+    rows = [f"| model, micro-batch | {' | '.join(FLOAT8_MODES)} |", f"| --- |{' --- |' * len(FLOAT8_MODES)}"]
+    with EmulatedGpus(device, 1, timeout_s=3600) as gpus:
+        for name, (size, changed) in FLOAT8_MODELS.items():
+            cells = [f"{name}, {size}"]
+            for text in FLOAT8_MODES.values():
+                given = ",".join(filter(None, ["single", f"micro_batch_size={size}", text]))
+                request = request_for(catalog.find_model(name), device, strategy := parse_strategy([given]))
+                kwargs = request.model.kwargs | changed
+                request = request.model_copy(update={"model": request.model.model_copy(update={"kwargs": kwargs})})
+                print(f"{name}: {given}", file=sys.stderr, flush=True)
+                ran = gpus.attempt(request, counted="step")
+                launches = launches_of(ran.launched, 1)
+                took = step_time(work_of(ran.work, strategy), strategy, device, Cluster(), launches=launches).seconds
+                cells.append(f"{gib(ran.peak_allocated_bytes)}, {took.low:.2f}–{took.high:.2f} s")
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def write(part: str, lines: list[str]) -> None:
     """Put a table between its marks on the page."""
     page = Path(__file__).resolve().with_name("compiled.md")
@@ -141,10 +185,10 @@ def write(part: str, lines: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", nargs="*", metavar="MODE", help="such as bf16 compiled; or models")
+    parser.add_argument("mode", nargs="*", metavar="MODE", help="such as bf16 compiled; or models, or float8")
     mode = " ".join(parser.parse_args().mode)
-    if mode == "models":
-        write("models", whole_models())
+    if mode in ("models", "float8"):
+        write(mode, whole_models() if mode == "models" else float8_models())
         return
     if mode:
         print(json.dumps(train(mode)), flush=True)

@@ -29,4 +29,4 @@ def step_of(
 
 def non_torch(strategy: Strategy, gpu: Gpu) -> ByteRange:
     """Bytes of the GPU that a training process takes outside torch."""
-    return non_torch_memory_of(strategy, gpu.compute_capability, gpu.multiprocessors)
+    return non_torch_memory_of(strategy, gpu)

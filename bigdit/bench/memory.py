@@ -161,7 +161,7 @@ class MemoryBenchmark:
         return request_for(self.model, self._gpu, of_size, resolution=self.resolution, frames=self.frames)
 
     def _non_torch(self, strategy: Strategy) -> ByteRange:
-        return non_torch_memory_of(strategy, self._gpu.compute_capability, self._gpu.multiprocessors)
+        return non_torch_memory_of(strategy, self._gpu)
 
     def _capacity(self, strategy: Strategy) -> int:
         return max(self._gpu.usable_bytes - self._non_torch(strategy).high_bytes, 1)

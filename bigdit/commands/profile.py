@@ -61,7 +61,7 @@ def run(
     title = f"{request.model.name} on an emulated {device.title}: {','.join(strategy)}"
     with log.err.status(f"profiling {request.model.name}"), EmulatedGpus(device, 1, timeout_s=timeout) as emulated:
         found = emulated.profile(request, snapshot)
-    non_torch = non_torch_memory_of(request.strategy, device.compute_capability, device.multiprocessors)
+    non_torch = non_torch_memory_of(request.strategy, device)
     fits = found.peak_reserved_bytes + non_torch.high_bytes <= device.usable_bytes
     if as_json:
         shown = {"gpu": device.name, "emulated": emulated.build, "usable_bytes": device.usable_bytes, "fits": fits}

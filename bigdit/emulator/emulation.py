@@ -251,8 +251,7 @@ class Emulation(Strict):
 
     def non_torch(self, account: Account) -> ByteRange:
         """The non-torch memory of a process: CUDA context and NCCL."""
-        gpu = self.gpu
-        return non_torch_memory(gpu.compute_capability, account.world_size, multiprocessors=gpu.multiprocessors)
+        return non_torch_memory(self.gpu, account.world_size)
 
     @property
     def notices(self) -> list[str]:

@@ -51,8 +51,8 @@ def settings(gpu: Gpu, gpus: int, state: str | None = None, *, values: bool = Tr
         "l2": int((gpu.l2_mib or _L2_MIB) * MIB),
         "total": gpu.total_bytes,
         "usable": gpu.driver_bytes,
-        "context": cuda_context(gpu.compute_capability, gpu.multiprocessors).high_bytes,
-        "nccl": nccl_buffers(gpu.compute_capability, max(gpus, 2)).high_bytes,
+        "context": cuda_context(gpu).high_bytes,
+        "nccl": nccl_buffers(gpu, max(gpus, 2)).high_bytes,
         "values": VALUES_BYTES if values else 0,
         "count": gpus,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import NonNegativeInt, model_validator
 
-from bigdit.catalog.gpus import capability, gpus
+from bigdit.catalog.gpus import Gpu, capability
 from bigdit.strategy import Strategy, Strict
 from bigdit.units import KIB, MIB
 
@@ -98,46 +98,37 @@ for 24 channels on four A100. With two A100 it was 544 MiB (NVIDIA/nccl#964).
 """
 
 
-def cuda_context(compute_capability: tuple[int, int], multiprocessors: int | None = None) -> ByteRange:
-    """The context of a process that trains on one GPU; without `multiprocessors`, the range of all GPUs with this
-    compute capability. Raises UserError for an unknown compute capability."""
-    threads = capability(compute_capability).threads
-    alike = [gpu.multiprocessors for gpu in gpus() if gpu.compute_capability == compute_capability]
-    counts = alike if multiprocessors is None else [multiprocessors]
-    stacks = ByteRange(low_bytes=min(counts) * threads * STACK, high_bytes=max(counts) * threads * STACK)
-    return stacks + DRIVER + KERNELS
+def cuda_context(gpu: Gpu) -> ByteRange:
+    """The context of a process that trains on this GPU. Raises UserError for an unknown compute capability."""
+    stacks = gpu.multiprocessors * capability(gpu.compute_capability).threads * STACK
+    return ByteRange(low_bytes=stacks, high_bytes=stacks) + DRIVER + KERNELS
 
 
-def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communicators: int = 1) -> ByteRange:
-    """NCCL's memory on one GPU with this number of communicators; none for a single process.
+def nccl_buffers(gpu: Gpu, world_size: int, communicators: int = 1) -> ByteRange:
+    """NCCL's memory on the GPU with this number of communicators; none for a single process.
 
     The number of processes does not matter beyond two nodes (NVIDIA/nccl#986).
     """
     if world_size == 1:
         return ByteRange(low_bytes=0, high_bytes=0)
-    few, many = CHANNELS[compute_capability]
+    few, many = CHANNELS[gpu.compute_capability]
     channels = ByteRange(low_bytes=NCCL_CHANNEL.low_bytes * few, high_bytes=NCCL_CHANNEL.high_bytes * many)
     return NCCL_LIBRARY + channels * communicators
 
 
-def non_torch_memory(
-    compute_capability: tuple[int, int], world_size: int, communicators: int = 1, multiprocessors: int | None = None
-) -> ByteRange:
-    """The non-torch memory of a process on a GPU, whatever it runs; a single process has no communicator.
+def non_torch_memory(gpu: Gpu, world_size: int, communicators: int = 1) -> ByteRange:
+    """The non-torch memory of a process on the GPU, whatever it runs; a single process has no communicator.
 
     Raises UserError as `cuda_context` does.
     """
-    context = cuda_context(compute_capability, multiprocessors)
-    return context + nccl_buffers(compute_capability, world_size, communicators)
+    return cuda_context(gpu) + nccl_buffers(gpu, world_size, communicators)
 
 
-def non_torch_memory_of(
-    strategy: Strategy, compute_capability: tuple[int, int], multiprocessors: int | None = None
-) -> ByteRange:
+def non_torch_memory_of(strategy: Strategy, gpu: Gpu) -> ByteRange:
     """The non-torch memory of a process that trains by `strategy`. HSDP has a communicator for each of its two groups,
     and context parallelism one for those that share a sample; two more with rings. Raises as `cuda_context` does."""
     if strategy.world_size == 1:
-        return cuda_context(compute_capability, multiprocessors) + NCCL_ALONE[strategy.engine]
+        return cuda_context(gpu) + NCCL_ALONE[strategy.engine]
     communicators = 2 if 1 < strategy.dp_replicate < strategy.world_size else 1
     communicators += (1 < strategy.cp < strategy.world_size) + 2 * (1 < strategy.cp_ring < strategy.cp)
-    return non_torch_memory(compute_capability, strategy.world_size, communicators, multiprocessors)
+    return non_torch_memory(gpu, strategy.world_size, communicators)

@@ -192,9 +192,8 @@ def read_adapters(
     linears = _linears(spec)
     if any(_XLABS.search(name) for name in tensors):
         tensors = diffusers.FluxPipeline.lora_state_dict(dict(tensors))
-    parts = _parts(tensors, config)
     places = _places(spec.class_name, linears)
-    parts = _in_own_names(spec.class_name, parts, places)
+    parts = _in_own_names(spec.class_name, _parts(tensors, config), places)
     found: dict[str, Adapter] = {}
     for layer, part in parts.items():
         if _plain(layer) not in places:

@@ -299,7 +299,7 @@ class EncodersNeed(NamedTuple):
 
 def room(gpu: Gpu, processes: int = 1, kept_free: float = 0.0) -> float:
     """Bytes that each of `processes` on a GPU has for tensors."""
-    context = cuda_context(gpu.compute_capability, gpu.multiprocessors)
+    context = cuda_context(gpu)
     return gpu.usable_bytes * (1 - kept_free) / processes - context.high_bytes
 
 

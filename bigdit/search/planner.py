@@ -121,7 +121,7 @@ class Planner:
 
     def non_torch(self, strategy: Strategy) -> ByteRange:
         """GPU memory of the process outside torch."""
-        return non_torch_memory_of(strategy, self.request.gpu.compute_capability, self.request.gpu.multiprocessors)
+        return non_torch_memory_of(strategy, self.request.gpu)
 
     def capacity(self, strategy: Strategy) -> int:
         """The most bytes that torch may reserve for the strategy to FIT."""

@@ -133,8 +133,9 @@ class PlanRequest:
         return cls(**asked)
 
 
+_TYPES = get_type_hints(PlanRequest)
 OPTIONS: dict[str, dict[str, Any]] = {
-    each.name: {**each.metadata, "type": get_type_hints(PlanRequest)[each.name]} for each in fields(PlanRequest)
+    each.name: {**each.metadata, "type": _TYPES[each.name]} for each in fields(PlanRequest)
 }
 """The type, help, metavar and key in a run.yaml of each field."""
 

@@ -141,9 +141,8 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
     soon, then = ([each for each in some if _may_fit(planner, each)] for some in (soon, later))
     soon += then[: planner.gpus.count - len(soon)] if 0 < len(soon) < planner.gpus.count else []
     with ThreadPoolExecutor(max(len(soon), 1)) as pool:
-        [*pool.map(partial(_first_attempt, planner), soon)]
+        [*pool.map(lambda each: _begin(planner, each, bases), soon)]
     for base in bases:
-        most = request.gpu.usable_bytes - planner.non_torch(base.strategy).low_bytes
         on_host: dict[str, int] = {}  # bytes by title, of those that fit the GPU
         for each in (each for each in group if base in (each, each.base)):
             if not _may_fit(planner, each):
@@ -151,10 +150,7 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
                     {each.title: _least_optimizer_bytes(planner, each)} if each.strategy.optimizer_in_cpu_memory else {}
                 )
                 continue
-            found = _first_attempt(planner, each)  # if it failed, `explore` reports why
-            state = host_peak(found) if isinstance(found, Attempt) else 0
-            host = node_bytes(state, request.cluster, request.samples)
-            holds = not isinstance(found, Attempt) or state_bytes(found) <= most
+            holds, host = _state(planner, each)
             if holds and host <= request.host_memory_bytes:
                 engines.append(base)
                 for title, taken in on_host.items():  # optimizers before this one, AdamW first, need too much
@@ -165,6 +161,23 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
             short += [base] if on_host else []
             _reject(planner, base.title, on_host.values())
     return engines, short
+
+
+def _begin(planner: Planner, option: Option, bases: Sequence[Option]) -> None:
+    """Run the first attempt of an option, and for one of the `bases` that holds, all that `explore` asks of it."""
+    ran = isinstance(_first_attempt(planner, option), Attempt)
+    holds, host = _state(planner, option)
+    if ran and option in bases and holds and host <= planner.request.host_memory_bytes:
+        _attempts_of(planner, option)
+
+
+def _state(planner: Planner, option: Option) -> tuple[bool, int]:
+    """Whether the GPU holds the option's state, and the least CPU memory of a machine, from its first attempt."""
+    found, request = _first_attempt(planner, option), planner.request  # if it failed, `explore` reports why
+    most = request.gpu.usable_bytes - planner.non_torch(option.strategy).low_bytes
+    state = host_peak(found) if isinstance(found, Attempt) else 0
+    holds = not isinstance(found, Attempt) or state_bytes(found) <= most
+    return holds, node_bytes(state, request.cluster, request.samples)
 
 
 def _least_optimizer_bytes(planner: Planner, option: Option) -> int:

@@ -124,9 +124,7 @@ def test_a_cell_is_what_bench_memory_finds_where_one_more_runs_by_retries_alone(
 def test_cells_run_and_one_more_sample_does_not_fit():
     """Some cells of a GPU, drawn by a seed."""
     gpu = catalog.resolve_gpu("rtx-4090")
-    room = (
-        gpu.usable_bytes - non_torch_memory(gpu.compute_capability, 1, multiprocessors=gpu.multiprocessors).high_bytes
-    )
+    room = gpu.usable_bytes - non_torch_memory(gpu, 1).high_bytes
     found = [
         each for each in CELLS if (each.gpu, each.gpus) == (gpu.name, 1) and 0 < each.largest < LARGEST_MICRO_BATCH
     ]

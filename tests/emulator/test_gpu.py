@@ -94,7 +94,7 @@ except torch.cuda.OutOfMemoryError as error:
 def test_memory_ends_where_the_gpus_bytes_end(setting):
     gpu = catalog.resolve_gpu("rtx-3060-12g")
     free, total, held, reserved, message = answers(gpu.name, FILL, PYTORCH_CUDA_ALLOC_CONF=setting)
-    context = cuda_context(gpu.compute_capability, gpu.multiprocessors).high_bytes
+    context = cuda_context(gpu).high_bytes
     assert total == gpu.usable_bytes
     assert free == gpu.usable_bytes - context
     assert held == free // GIB

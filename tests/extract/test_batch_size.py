@@ -43,7 +43,7 @@ def device():
 @pytest.mark.slow
 def test_the_largest_batch_that_fits_is_chosen(device):
     chosen = size_of(run(DIT), device)
-    room = device.usable_bytes * 0.9 - cuda_context(device.compute_capability, device.multiprocessors).high_bytes
+    room = device.usable_bytes * 0.9 - cuda_context(device).high_bytes
     request = batch_size._requests(run(DIT), device)[1]
     assert (request.batch.latents, request.encoders.vae.dtype) == ((4, 32, 32), "fp32")  # the largest bucket
     sizes = [request.strategy.with_micro_batch_size(size) for size in (chosen, 2 * chosen)]

@@ -47,7 +47,7 @@ def strategy(**changes: Any) -> Strategy:
 
 
 def _non_torch(gpu: catalog.Gpu) -> ByteRange:
-    return non_torch_memory_of(strategy(), gpu.compute_capability, gpu.multiprocessors)
+    return non_torch_memory_of(strategy(), gpu)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from traces import MIB, timeline, timelines
 
 from bigdit.errors import UserError
 from bigdit.memory import CATEGORIES, Block, Span, Timeline, ledger
-from bigdit.memory.process import non_torch_memory
+from bigdit.memory.process import ByteRange
 from bigdit.report import plan as tables
 from bigdit.report.figures import COLOURS, MOST_COLUMNS, columns, live_bytes, save, timeline_figure
 
@@ -136,9 +136,8 @@ total allocated    0.13 GiB  100.0 %
 
 
 def test_the_way_to_what_nvidia_smi_shows() -> None:
-    # Outside torch, at 8.6: from 133 MiB with stacks of 10 multiprocessors, 15 MiB, to 519 with those of 84, 126 MiB.
     assert (
-        text(tables.process(150 * MIB, non_torch_memory((8, 6), 1), 751 * MIB))
+        text(tables.process(150 * MIB, ByteRange(low_bytes=148 * MIB, high_bytes=645 * MIB), 751 * MIB))
         == """\
 on the GPU
                                 low        high

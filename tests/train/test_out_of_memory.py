@@ -36,8 +36,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")
 A40 = catalog.resolve_gpu("a40")
 # MiB for its context and NCCL.
-CONTEXT = -(-cuda_context(A40.compute_capability, A40.multiprocessors).high_bytes // MIB)
-NCCL = -(-nccl_buffers(A40.compute_capability, 2).high_bytes // MIB)
+CONTEXT = -(-cuda_context(A40).high_bytes // MIB)
+NCCL = -(-nccl_buffers(A40, 2).high_bytes // MIB)
 HALVED = "strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0"
 
 
