@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from commands import bigdit, in_process, with_set
+from commands import in_process, with_set
 from gpus import benched
 from PIL import Image, ImageSequence
 from tiny_vaes import wan
@@ -186,7 +186,7 @@ def test_images_to_begin_with_that_cannot_be_read_are_named_before_training(enco
     folder, _ = encoded
     asked = ("samples.captions=[a square]", "samples.images=[none.png]", f"output={folder / 'none'}")
     for more in (("--dry-run",), ()):
-        done = bigdit("train", "--config", folder / "run.yaml", *with_set(asked), *more)
+        done = in_process("train", "--config", folder / "run.yaml", *with_set(asked), *more)
         assert done.returncode == 1
         assert "samples.images: none.png cannot be read: [Errno 2] No such file" in " ".join(done.stderr.split())
     assert not (folder / "none/metrics.jsonl").exists()
@@ -196,7 +196,7 @@ def test_a_store_without_first_frames_is_refused_in_one_line(encoded, tmp_path):
     folder, _ = encoded
     plain = ("encoders.first_frame=null", "model.kwargs.image_dim=null", "model.kwargs.added_kv_proj_dim=null")
     config, store = ("--config", folder / "run.yaml"), f"data.features={tmp_path}"
-    done = bigdit("extract", *config, *with_set([*plain, "model.kwargs.in_channels=4", store]))
+    done = in_process("extract", "--workers", "1", *config, *with_set([*plain, "model.kwargs.in_channels=4", store]))
     assert done.returncode == 0, done.stderr
     refused = in_process("train", "--dry-run", *config, *with_set([store]))
     assert [" ".join(line.split()) for line in refused.stderr.split("error: ")[1:]] == [
@@ -207,10 +207,10 @@ def test_a_store_without_first_frames_is_refused_in_one_line(encoded, tmp_path):
 def test_what_does_not_fit_is_refused(encoded):
     folder, _ = encoded
     config = folder / "run.yaml"
-    without = bigdit("train", "--config", config, "--set", "encoders.first_frame=null")
+    without = in_process("train", "--config", config, "--set", "encoders.first_frame=null")
     assert without.returncode == 1
     assert "needs the first frame, and encoders.first_frame is missing" in " ".join(without.stderr.split())
-    blind = bigdit("train", "--config", config, "--set", "encoders.first_frame={}")
+    blind = in_process("train", "--config", config, "--set", "encoders.first_frame={}")
     assert "encoders.first_frame.pipeline is missing" in " ".join(blind.stderr.split())
     narrow = in_process("extract", "--config", config, "--set", "encoders.text.max_tokens=64")
     assert "64 states of text, and with an image the model takes 512" in " ".join(narrow.stderr.split())

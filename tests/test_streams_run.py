@@ -9,7 +9,7 @@ import tiny_pipelines
 import tiny_vaes
 import torch
 import yaml
-from commands import bigdit, in_process
+from commands import in_process
 from gpus import benched
 from stores import stream_of
 from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO_15
@@ -87,7 +87,7 @@ def encoded(request, tmp_path_factory, images):
         "output": str(folder / "run"),
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    done = bigdit("extract", "--config", folder / "run.yaml", "--workers", "1")
+    done = in_process("extract", "--config", folder / "run.yaml", "--workers", "1")
     assert done.returncode == 0, done.stderr
     return tiny_pipelines.pipeline_of(name, parts), fed, folder
 

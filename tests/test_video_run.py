@@ -104,6 +104,7 @@ def test_a_step_takes_what_was_predicted_and_samples_move(encoded):
 
 def test_a_store_of_another_rate_is_refused(encoded):
     _, _, folder = encoded
-    done = bigdit("train", "--config", folder / "run.yaml", "--set", "data.fps=4", "--set", f"output={folder}/other")
+    other = ("--set", "data.fps=4", "--set", f"output={folder}/other")
+    done = in_process("train", "--config", folder / "run.yaml", *other)
     assert done.returncode == 1
     assert "it was encoded with data.fps 8.0, and the run has 4.0" in " ".join(done.stderr.split())

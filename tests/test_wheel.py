@@ -111,28 +111,18 @@ def test_the_sdist_is_the_whole_project_and_wheels_lose_no_package(tmp_path):
 
 
 @pytest.mark.slow
-def test_commands_answer_from_a_wheel(installed, tmp_path):
-    run, bigdit = installed
-    assert run(bigdit, "--version").startswith("bigdit ")
-    assert "sana-1600m-a40" in run(bigdit, "recipe", "list")
-    assert "FITS" in run(bigdit, "plan", *ASKED, "--out", tmp_path / "plan")
-    assert "<html" in (tmp_path / "plan/report.html").read_text()
-
-
-@pytest.mark.slow
-def test_what_a_plan_prints_is_there_without_a_checkout(installed, tmp_path):
-    """Each launcher starts the module, which prints its options. Receipts are the user's own."""
+def test_commands_answer_and_what_a_plan_prints_is_there_without_a_checkout(installed, tmp_path):
+    """A launcher starts the module, which prints its options. Receipts are the user's own."""
     run, bigdit = installed
     python = bigdit.parent / "python"
-    assert "python -m bigdit.launch " in run(bigdit, "plan", *ASKED, "--out", tmp_path / "plan")
-    for launcher in (
-        (python,),
-        (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1),
-        (python, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_machines", 1, "--num_processes", 1),
-    ):
-        assert "usage: launch.py" in run(*launcher, "-m", "bigdit.launch", "--help")
-    ranks = (python, "-m", "deepspeed.launcher.runner", "--num_gpus", 1, "--module", "bigdit.launch", "--help")
-    assert "usage: launch.py" in run(*ranks, DS_ACCELERATOR="cpu")
+    assert run(bigdit, "--version").startswith("bigdit ")
+    assert "sana-1600m-a40" in run(bigdit, "recipe", "list")
+    printed = run(bigdit, "plan", *ASKED, "--out", tmp_path / "plan")
+    assert "FITS" in printed
+    assert "python -m bigdit.launch " in printed
+    assert "<html" in (tmp_path / "plan/report.html").read_text()
+    launcher = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1)
+    assert "usage: launch.py" in run(*launcher, "-m", "bigdit.launch", "--help")
     folders = "from bigdit.search.calibration import folders; print(*folders(), sep='\\n')"
     assert run(python, "-c", folders, BIGDIT_RECEIPTS=str(tmp_path)).splitlines() == [str(tmp_path)]
 

@@ -143,16 +143,22 @@ def not_there(path: Path) -> str:
         return f"does not exist: it is {OF_WINDOWS}"
     if text.startswith("~"):
         return f"does not exist: ~ stands for no folder here; write {path.expanduser()}"
-    if path.is_absolute():
-        return "does not exist"
-    if (plain := Path(text.strip().replace("\\", "/"))) != path and plain.exists():
+    if "$" in text:
+        written = os.path.expandvars(text)
+        return (
+            f"does not exist: $ stands for no variable here; write {'the path itself' if '$' in written else written}"
+        )
+    if folder.is_dir() and {*path.name} & {*"*?"}:
+        return f"does not exist: patterns are for .tar files alone; name the folder {folder}"
+    if (plain := Path(text.strip(" \t'\"").replace("\\", "/"))) != path and plain.exists():
         return f"does not exist; {plain} does"
-    if len(path.parts) == 2 and not folder.exists():
+    if len(path.parts) == 2 and not path.is_absolute() and not folder.exists():
         fetched = f"`hf download --repo-type dataset {path} --local-dir {path}`"
         return f"does not exist; if it is a data set of Hugging Face, run {fetched}"
     names = os.listdir(folder) if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
-    return f"does not exist in {Path.cwd()}" + (f"; did you mean {folder / near[0]}?" if near else "")
+    where = "" if path.is_absolute() else f" in {Path.cwd()}"
+    return f"does not exist{where}" + (f"; did you mean {folder / near[0]}?" if near else "")
 
 
 def holds_files(folder: Path) -> bool:

@@ -74,11 +74,13 @@ class Contents:
     references: tuple[Callable[[], Image.Image], ...] = ()
 
     def sample(self) -> Sample:
-        """Decode the images and the mask. Raises Unusable for damaged ones, and a mask of another size."""
+        """Decode the images and the mask. Raises Unusable for damaged ones, and a mask of another size or all black."""
         image, mask = self.decode(), None if self.mask is None else self.mask()
         if mask is not None and isinstance(image, Image.Image) and mask.size != image.size:
             sizes = [f"{each.width} × {each.height} pixels" for each in (mask, image)]
             raise Unusable(f"mask of {sizes[0]} for an image of {sizes[1]}")
+        if mask is not None and mask.getbbox() is None:
+            raise Unusable("mask is black everywhere: nothing of the image would be trained")
         references = tuple(decode() for decode in self.references)
         return Sample(image, self.captions, self.label, self.fit, mask, references)
 

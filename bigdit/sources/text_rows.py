@@ -232,8 +232,9 @@ class JsonRows(TextRows):
                 raise UserError(
                     f"{key}: {path} holds a list in JSON, and each line of a .jsonl is an object; name it .json"
                 )
+            first = _parsed(self._block(0)[0])
             raise UserError(
-                f"{key}: {path} holds no objects in its first {lines}; a line of JSONL is such as "
+                f"{key}: {path} holds no objects in its first {lines}, the first {first}; a line of JSONL is such as "
                 '{"image": "1.png", "caption": "a cat"}'
             )
 
@@ -243,10 +244,11 @@ class JsonRows(TextRows):
         data = super()._whole(key) or _held(self._path, key)
         try:
             value = json.loads(data.decode("utf-8-sig"))
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as error:
             if b"}\n{" in data.replace(b"\r", b""):
                 return data  # JSONL under another name
-            raise UserError(f"{key}: {self._path} is not JSON; expected a list of objects") from None
+            at = f" at line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+            raise UserError(f"{key}: {self._path} is not JSON{at}; expected a list of objects") from None
         return "\n".join(json.dumps(row) for row in self._listed(value, key)).encode()
 
     def _listed(self, value: Any, key: str) -> list[Any]:
@@ -278,7 +280,9 @@ def _parsed(line: str) -> Row:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        return Unusable("line is not JSON" if line.strip() else "line is empty")
+        if not line.strip():
+            return Unusable("line is empty")
+        return Unusable("line ends in a comma" if line.rstrip().endswith("},") else "line is not JSON")
     return value if isinstance(value, dict) else Unusable(f"line holds {type(value).__name__}, not an object")
 
 

@@ -1,13 +1,14 @@
-"""Compare context parallelism on four processes with one process, by name. Prints a line of JSON.
+"""Compare context parallelism on several processes with one process, by name. Prints a line of JSON.
 
-It has the largest differences of the loss, of each gradient, and of the losses and weights of later steps. Each family
-runs with two or four processes a sample, by Ulysses, by rings (`ring`) and by rings of two (`rings`), plain and
-compiled. One family runs with each engine and setting, two processes a sample. Named families take three steps with
-four processes a sample, by Ulysses, and those in RINGS by a ring of two. On two processes the compiled settings run,
-also for three steps: each process compiles for itself.
+It has the largest differences of the loss, of each gradient, and of the losses and weights of later steps. Without
+names, four processes run each family, two or four a sample, by Ulysses, by rings (`ring`) and by rings of two
+(`rings`), plain and compiled. One family runs with each engine and setting, two processes a sample.
+
+Named families take two steps, all processes a sample. On four processes rings of two run, too, and the settings in
+FOUR. The others run on two.
 
     torchrun --nproc-per-node 4 tests/engines/context.py [FAMILY …]
-    torchrun --nproc-per-node 2 tests/engines/context.py
+    torchrun --nproc-per-node 2 tests/engines/context.py FAMILY …
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
-STEPS = 3 if sys.argv[1:] or os.environ["WORLD_SIZE"] == "2" else 10
-RINGS = ("qwen-image", "hunyuan-1.5")
-"""Both have masks: one for texts that are split, one for whole texts."""
+NAMED, PROCESSES = sys.argv[1:], int(os.environ["WORLD_SIZE"])
+STEPS = 2 if NAMED else 10
 SAMPLES, TEXT = 4, (8, 8)
 UNEVEN = 7
 """Tokens of a text that is not split: no degree divides them. Texts and images beside it have as many."""
@@ -112,9 +112,11 @@ WAYS = {
     "zero3": {"engine": "deepspeed", "ds_config": {"zero_optimization": {"stage": 3}}},
     "compiled": {"compile_blocks": True, "checkpointed_blocks": "all"},
     "tensorwise": {"precision": "bf16", "float8": "tensorwise"},
-    "rowwise": {"precision": "bf16", "float8": "rowwise", "compile_blocks": True},
+    "rowwise": {"precision": "bf16", "float8": "rowwise"},
     "compiled ring": {"cp_ring": 2, "compile_blocks": True, "checkpointed_blocks": "all"},
 }
+FOUR = ("accumulated", "clipped", "hsdp", "replicas", "zero2")
+"""Settings in which it counts that several groups of processes share samples."""
 SAME = ("lora", "gradient_clipping", "precision", "float8")
 """Settings that change the numbers of one process, too."""
 ONE_BLOCK = {"num_layers": 1}
@@ -195,7 +197,7 @@ class Run:
         return mean(loss, self.world), found
 
     def trained(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """The loss of each of three steps, and the weights after them."""
+        """The loss of each step, and the weights after them."""
         losses = []
         for step in range(STEPS):
             given = batches(self.name, step, self.strategy, self.world, self.extras)
@@ -235,7 +237,7 @@ Answer = tuple[float, dict[str, torch.Tensor], list[float], dict[str, torch.Tens
 
 
 def answer(name: str, chosen: Strategy, world: World, **changed: int) -> Answer:
-    """Loss and gradients of a step, then losses and weights of three. `changed`: arguments of the model."""
+    """Loss and gradients of a step, then losses and weights of several. `changed`: arguments of the model."""
     run = Run(name, chosen, world, changed)
     kept = chosen.engine != "deepspeed" and not chosen.optimizer_in_backward and chosen.precision == "fp32"
     return *(run.gradients() if kept else (0.0, {})), *run.trained()
@@ -262,8 +264,9 @@ def _off(one: torch.Tensor, other: torch.Tensor, least: float) -> float:
 
 def degrees(name: str) -> dict[str, Strategy]:
     """A family's ways to share samples, by the suffix of its name."""
-    if sys.argv[1:]:
-        return {"4": strategy(4)} | ({"4 rings": strategy(4, cp_ring=2)} if name in RINGS else {})
+    if NAMED:
+        found = {str(PROCESSES): strategy(PROCESSES, PROCESSES)}
+        return found | ({"4 rings": strategy(4, cp_ring=2)} if PROCESSES == 4 else {})
     found = {"2": strategy(2), "4": strategy(4)}
     if name != "sana":
         found |= {"2 ring": strategy(2, cp_ring=2), "4 ring": strategy(4, cp_ring=4), "4 rings": strategy(4, cp_ring=2)}
@@ -285,10 +288,9 @@ def families(world: World, names: Iterable[str]) -> dict[str, dict[str, float]]:
 def ways(world: World) -> dict[str, dict[str, float]]:
     found, alone = {}, {}
     for name, way in WAYS.items():
-        compiled = "compile_blocks" in way
-        if (compiled and sys.argv[1:]) or (not compiled and world.world_size == 2):
+        if NAMED and (name in FOUR) != (world.world_size == 4):
             continue
-        blocks = ONE_BLOCK if compiled else {}
+        blocks = ONE_BLOCK if "compile_blocks" in way else {}
         shared = answer("qwen-image", strategy(2, world.world_size, **way), world, **blocks)
         same = {key: way[key] for key in SAME if key in way}
         if world.is_main:
@@ -303,7 +305,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     world = world_from_env()
     assert {TINY[name][0] for name in TINY} == set(CONTEXTS)
-    found = (families(world, sys.argv[1:] or TINY) if world.world_size == 4 else {}) | ways(world)
+    found = families(world, NAMED or TINY) | ways(world)
     if world.is_main:
         print(json.dumps(found))
     dist.destroy_process_group()

@@ -104,7 +104,6 @@ def main() -> None:
         "fsdp2": curve(SANA, strategy(2), world),
         "in_backward": curve(SANA, strategy(2, optimizer_in_backward=True), world),
         "one block": curve(ONE_BLOCK, strategy(2), world),
-        "compiled": curve(ONE_BLOCK, strategy(2, compile_blocks=True, checkpointed_blocks=1), world),
         "segments": curve(SANA, strategy(2, checkpointed_segments=SegmentSpec(blocks=2)), world),
         "offload": curve(SANA, strategy(2, cpu_offload=True), world),
         "zero2 compiled": curve(

@@ -57,11 +57,10 @@ def ds_config(tmp_path, stage):
     return path
 
 
-# bf16 where DeepSpeed has other code for it. `bigdit train` runs stage 2 in bf16 below.
+# bf16 where DeepSpeed has other code for it. `bigdit train` runs stage 2 in bf16 below, and test_controlnets.py has
+# stages 1 and 2 in fp32.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (3, "bf16")]
-)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (3, "fp32"), (0, "bf16"), (3, "bf16")])
 def test_deepspeed(features, reference, tmp_path, stage, precision):
     output = tmp_path / "run"
     recomputed = 1 if stage == 3 else 0  # weights are gathered again, which changes no number
@@ -76,18 +75,6 @@ def test_deepspeed(features, reference, tmp_path, stage, precision):
         done = run_ranks(2, TRAIN, *started)
     assert done.returncode == 0, done.stderr
     assert losses(output) == pytest.approx(reference[precision], rel=TOLERANCE[precision])
-
-
-@pytest.mark.slow
-def test_fsdp2(features, reference, tmp_path):
-    output = tmp_path / "run"
-    fsdp2 = ["strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.precision=fp32"]
-    done = run_command(
-        *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, TRAIN),
-        *("--config", DIGITS, *overrides(features, output, *fsdp2)),
-    )
-    assert done.returncode == 0, done.stderr
-    assert losses(output) == pytest.approx(reference["fp32"], rel=TOLERANCE["fp32"])
 
 
 @pytest.mark.slow
@@ -116,7 +103,6 @@ def curves():
         ("in_backward", "fsdp2", 0.0),
         ("segments", "fsdp2", 0.0),
         ("offload", "fsdp2", 0.0),
-        ("compiled", "one block", TOLERANCE["fp32"]),
         ("zero2 compiled", "one block", TOLERANCE["fp32"]),
         # As bf16, with three more bits.
         ("fsdp2 fp16", "single fp16", TOLERANCE["bf16"] / 8),

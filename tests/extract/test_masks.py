@@ -131,14 +131,16 @@ def test_masks_named_as_for_other_trainers_are_none_themselves(end, tmp_path, ca
 
 
 def test_bad_masks_are_a_line_each(tmp_path):
-    for name in "abc":
+    for name in "abcd":
         save(tmp_path / f"{name}.png", "a caption")
     half(255, 0, 8, 9).save(tmp_path / "a.mask.png")
+    half(0, 0, 8, 8).save(tmp_path / "d.mask.png")
     (tmp_path / "b.mask.png").write_bytes(b"no image")
-    a, b, c = opened({"path": str(tmp_path), "mask": "file"}).items(0, 9)
+    a, b, c, d = opened({"path": str(tmp_path), "mask": "file"}).items(0, 9)
     assert reason(a) == "mask of 8 × 9 pixels for an image of 8 × 8 pixels"
     assert reason(b).startswith("mask: damaged image: ")
     assert c.load().mask is None
+    assert reason(d) == "mask is black everywhere: nothing of the image would be trained"
     (tmp_path / "list.csv").write_text("path,caption\na.png,x\n")
     with pytest.raises(UserError, match=r"data\.images\.mask: .*list\.csv is of kind csv; it is for folders of images"):
         opened({"path": str(tmp_path / "list.csv"), "mask": "alpha"})

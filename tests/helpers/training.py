@@ -1,7 +1,7 @@
 """Tiny runs of the digits in this process."""
 
 import yaml
-from commands import DIGITS, SINGLE, TINY, bigdit, reading, with_set
+from commands import DIGITS, SINGLE, TINY, in_process, reading, with_set
 from safetensors.torch import load_file
 
 from bigdit import checkpoint
@@ -42,7 +42,7 @@ def encoded_for(folder, model, vae, data, text=(), strategy=(), **encoders):
         "output": str(folder / "run"),
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    done = bigdit("extract", "--config", folder / "run.yaml")
+    done = in_process("extract", "--config", folder / "run.yaml", "--workers", "1")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

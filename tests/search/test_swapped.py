@@ -170,7 +170,7 @@ def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
     alone = Constraints(lora=LoraSpec(rank=16))
     for engine, gpus in (("single GPU", 1), ("DDP on 2", 2)):
         assert titles(resolved(FLUX, 12_000, alone, cluster=Cluster(gpus=gpus))) == [
-            f"{engine}, AdamW, LoRA 16 over {base}, weights of blocks in CPU memory" for base in ("bf16", "int8")
+            f"{engine}, AdamW, LoRA 16 over {base}, weights of blocks in CPU memory" for base in ("bf16", "int8", "nf4")
         ]
     whole = "single GPU, Adafactor, bf16 without masters, stepped in the backward pass, weights of blocks in CPU memory"
     assert titles(resolved(FLUX, 12_000, Constraints())) == titles(resolved(FLUX, 12_000, WHOLE)) == [whole]

@@ -133,6 +133,11 @@ def test_a_missing_and_an_empty_folder_are_errors(tmp_path):
         ("picks", "the folder picks does not exist in {here}; did you mean pics?"),
         ("pics/a.csv", "the file pics/a.csv does not exist in {here}"),
         ("C:\\me\\pics", "the folder C:\\me\\pics does not exist: it is a path of Windows, whose C: is /mnt/c in WSL"),
+        ("$SET/pics", "the folder $SET/pics does not exist: $ stands for no variable here; write {here}/pics"),
+        ("${UNSET}/pics", "the folder ${{UNSET}}/pics does not exist: $ stands for no variable here; write the path"),
+        ("pics/*.png", "the folder pics/*.png does not exist: patterns are for .tar files alone; name the folder pics"),
+        ("'pics'", "the folder 'pics' does not exist; pics does"),
+        ("{here}/picks", "the folder {here}/picks does not exist; did you mean {here}/pics?"),
         ("~/pics", "the folder ~/pics does not exist: ~ stands for no folder here; write {home}/pics"),
         (
             "lambda/cats",
@@ -142,9 +147,10 @@ def test_a_missing_and_an_empty_folder_are_errors(tmp_path):
 )
 def test_a_wrong_path_is_answered_with_the_nearest_that_is_there(tmp_path, path, problem, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SET", str(tmp_path))
     (tmp_path / "pics").mkdir()
     with pytest.raises(UserError) as error:
-        opened(path)
+        opened(path.replace("{here}", str(tmp_path)))
     assert str(error.value).startswith(f"data.images: {problem.format(here=tmp_path, home=Path.home())}")
 
 

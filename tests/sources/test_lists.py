@@ -197,7 +197,13 @@ def test_a_table_may_name_an_image_in_another_normal_form(folder):
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("list.json", "{", "list.json is not JSON; expected a list of objects"),
+        ("list.json", "{", "list.json is not JSON at line 1, column 2; expected a list of objects"),
+        ("list.json", '[{"image": "1.png"},\n]', "list.json is not JSON at line 2, column 1; expected a list"),
+        (
+            "list.jsonl",
+            '\ufeff{"image": "1.png"},\n{"image": "2.png"},\n',
+            "list.jsonl holds no objects in its first 2 lines, the first line ends in a comma; a line of JSONL is",
+        ),
         ("list.json", "3", 'list.json holds no list; expected a list such as [{"image": "1.png", "caption": "a cat"}]'),
         ("list.json", '{"images": [{}], "annotations": [{}]}', "list.json holds annotations of COCO; expected a list"),
         ("list.json", "[]", "list.json has no rows"),
@@ -205,7 +211,7 @@ def test_a_table_may_name_an_image_in_another_normal_form(folder):
         (
             "list.jsonl",
             "a cat\na dog\n",
-            "list.jsonl holds no objects in its first 2 lines; a line of JSONL is such as",
+            "list.jsonl holds no objects in its first 2 lines, the first line is not JSON; a line of JSONL is such as",
         ),
         (
             "list.jsonl",
