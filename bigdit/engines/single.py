@@ -20,8 +20,8 @@ from bigdit.units import MIB, in_groups
 
 # The most fp32 gradients at once. All together would take 4 bytes a parameter, and be the peak.
 CHUNK_BYTES = 256 * MIB
-# Small gradients are many: so many bytes of them are converted together. Larger ones are converted one by one, and first,
-# because gradients stay allocated while their fp32 copies are made, and the step may be the peak phase.
+# Small gradients are many: so many bytes of them are converted together. Larger ones are converted one by one, and
+# first, because gradients stay allocated while their fp32 copies are made, and the step may be the peak phase.
 LIST_BYTES = 2 * MIB
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A parameter and its master."""
