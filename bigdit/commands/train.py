@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,15 +11,15 @@ import typer
 
 from bigdit import log
 from bigdit.commands import Config, Set
-from bigdit.errors import UserError
+from bigdit.errors import UserError, shown
 from bigdit.files import check_writable
-from bigdit.processes import entry, own_module
+from bigdit.processes import own_module
 from bigdit.units import GIB, gib
 
 if TYPE_CHECKING:
     from bigdit.config import Stage
-    from bigdit.config.plan_file import PlanFile
     from bigdit.train.prepare import Prepared
+    from bigdit.train.processes.launch import Meeting
 
 
 def run(
@@ -31,6 +32,15 @@ def run(
     grace: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Time to save and stop after a signal (train.grace).")
     ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Machines of the run. Run the same command on each.")
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, metavar="R", help="The number of this machine; the first is 0.")
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option(metavar="HOST[:PORT]", help="The address of the first machine; port 29500 by default.")
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -40,42 +50,79 @@ def run(
     ] = False,
 ) -> int:
     """Train a run, with one process per GPU. Run it again to resume."""
-    from bigdit.config import load_stages
     from bigdit.config.check import check_paths
     from bigdit.config.load import with_ds_config, with_grace
     from bigdit.train.prepare import prepare_stages
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)
-    stages = load_stages(config, overrides)
-    for stage in stages:
-        if stage.plan is not None:
-            _check_one_machine(stage.plan)
+    meeting = _meeting(nodes, node_rank, head, dry_run=dry_run)
+    stages = _stages(config, overrides, nodes, dry_run=dry_run)
     check_paths(config, [stage.run for stage in stages])
     host_bytes = max((stage.plan.expected.host_bytes for stage in stages if stage.plan is not None), default=0)
     if not dry_run:
         _check_host(host_bytes)
     prepared = prepare_stages(stages, starting=not dry_run)
     if not dry_run:
-        return _start(prepared[0], config, overrides, host_bytes)
+        return _start(prepared[0], config, overrides, host_bytes, meeting)
     _show(prepared)
     return 0
 
 
-def _start(first: Stage, config: Path, overrides: list[str], host_bytes: int) -> int:
-    """Run `python -m bigdit.train` as `strategy.world_size` processes, and write the run's page."""
+def _meeting(nodes: int | None, node_rank: int | None, head: str | None, *, dry_run: bool) -> Meeting | None:
+    """Where several machines connect; None for one machine. Raises UserError if an option is missing or wrong."""
+    from bigdit.train.processes.launch import PORT, Meeting
+
+    if (nodes or 1) == 1 or dry_run:
+        if nodes is None and (node_rank is not None or head is not None):
+            raise UserError("--node-rank and --head need --nodes, the number of machines")
+        return None
+    assert nodes is not None
+    if node_rank is None or head is None:
+        missing = "--node-rank, the number of this machine" if node_rank is None else "--head, the first one's address"
+        raise UserError(f"--nodes {nodes} needs {missing}; each machine takes --nodes, --node-rank and --head")
+    if node_rank >= nodes:
+        raise UserError(f"--node-rank {node_rank} should be 0 to {nodes - 1} with --nodes {nodes}")
+    host, colon, port = head.rpartition(":") if head.count(":") == 1 else (head, "", "")
+    if colon and not (port.isdigit() and 0 < int(port) < 2**16):
+        raise UserError(f"--head {shown(head)} should be HOST or HOST:PORT, with a port of 1 to 65535")
+    return Meeting(host, int(port) if colon else PORT, nodes, node_rank)
+
+
+def _stages(config: Path, overrides: list[str], nodes: int | None, *, dry_run: bool) -> tuple[Stage, ...]:
+    """The stages of the run. With fewer machines than planned, there are fewer processes. Raises UserError if the run
+    does not divide into machines."""
+    from bigdit.config import load_stages
+
+    stages = load_stages(config, overrides)
+    plan, count = stages[0].plan, stages[0].strategy.world_size
+    if nodes is None and not dry_run and plan is not None and plan.machines > 1:
+        raise UserError(
+            f"the plan is for {count} processes on {plan.machines} machines; on each of them add --nodes "
+            f"{plan.machines}, --node-rank (0 to {plan.machines - 1}) and --head, the address of the first"
+        )
+    if plan is not None and nodes is not None and plan.machines > nodes:
+        return load_stages(config, overrides, count // plan.machines * nodes)
+    if count % (nodes or 1):
+        raise UserError(f"strategy.world_size is {count}, and --nodes {nodes} does not divide it")
+    return stages
+
+
+def _start(first: Stage, config: Path, overrides: list[str], host_bytes: int, meeting: Meeting | None) -> int:
+    """Run `python -m bigdit.train` as this machine's part of the run, and write the run's page on the first machine."""
     from bigdit.documents import MOST_PROCESSES
     from bigdit.report import leaving_a_page
     from bigdit.train.processes.launch import Ranks
 
-    if (count := first.strategy.world_size) > MOST_PROCESSES:
+    if (count := first.strategy.world_size // (1 if meeting is None else meeting.nodes)) > MOST_PROCESSES:
         raise UserError(
-            f"strategy.world_size is {count}, and `bigdit train` starts at most {MOST_PROCESSES} processes, on this "
-            "machine; start the others by another launcher"
+            f"strategy.world_size is {first.strategy.world_size}, and `bigdit train` starts at most {MOST_PROCESSES} "
+            "processes on a machine; add --nodes"
         )
     arguments = ["--config", str(config), *(part for override in overrides for part in ("--set", override))]
     command = [sys.executable, *own_module("bigdit.train"), *arguments]
-    with leaving_a_page(first.run.output):
-        return Ranks(command, first.run.train.grace, host_bytes).run(count)
+    is_main = meeting is None or meeting.node_rank == 0
+    with leaving_a_page(first.run.output) if is_main else nullcontext():
+        return Ranks(command, first.run.train.grace, host_bytes, meeting).run(count)
 
 
 def _show(prepared: list[Prepared]) -> None:
@@ -119,12 +166,4 @@ def _check_host(needed: int) -> None:
         raise UserError(
             f"the plan needs {gib(needed)} of CPU memory (expected.host_bytes), and this machine has {gib(own)}; plan "
             f"with --host-memory {own // GIB}GiB"
-        )
-
-
-def _check_one_machine(plan: PlanFile) -> None:
-    if plan.machines > 1:
-        raise UserError(
-            f"the plan is for {plan.strategy.world_size} processes on {plan.machines} machines, and `bigdit train` "
-            f"starts one machine; start {entry()[-1]} with the commands that `bigdit plan` printed"
         )

@@ -29,6 +29,7 @@ from bigdit.report.words import samples
 from bigdit.search.of_run import carried, section
 from bigdit.search.plan import HOUR, Plan
 from bigdit.strategy import Strategy
+from bigdit.train.processes.launch import PORT
 
 _HEAD = """\
 # Written by `bigdit plan`: the strategy is the plan's; plan.yaml in this folder has its predictions.
@@ -268,7 +269,6 @@ def _usual(model: CatalogModel) -> bool:
 
 
 WIDTH = 78
-PORT = 29500
 _MEET = f"timeout={TrainConfig.model_fields['timeout'].default:g}"
 """How long torchrun and accelerate wait for other machines: as long as bigdit's processes, in place of 15 minutes."""
 _ALONE = ("--standalone", "--multi_gpu", "--use_deepspeed")  # options without a value
@@ -329,9 +329,11 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
         extract = ("bigdit", "extract", "--config", str(config))
         what = f"{samples(plan)}{'' if plan.request.model.text is None else ' and captions'}"
         found.append(Command(f"once, to encode {what}", extract))
-    if machines == 1:
-        train = ("bigdit", "train", "--config", str(config))
-        found.append(Command("on this machine; the same command resumes", train))
+    train, where = ["bigdit", "train", "--config", str(config)], "this machine"
+    if machines > 1:
+        train += ["--nodes", str(machines), "--node-rank", "$NODE_RANK", "--head", "$HEAD"]
+        where = f"each of {machines} machines: NODE_RANK 0 to {machines - 1}, HEAD the address of the first"
+    found.append(Command(f"on {where}; the same command resumes", tuple(train)))
     if strategy.engine == "deepspeed":
         found += [_deepspeed(config, *spread), _accelerate(config, *spread, "--use_deepspeed")]
     elif strategy.engine != "single":
@@ -367,7 +369,7 @@ def _deepspeed(config: Path, machines: int, processes: int) -> Command:
     arguments = *entry("--module"), *_arguments(config)
     if machines == 1:
         return Command("or by DeepSpeed's launcher", ("deepspeed", "--num_gpus", str(processes), *arguments))
-    comment = f"on the first machine, with {machines} lines `host slots={processes}` in hostfile"
+    comment = f"or on the first machine, with {machines} lines `host slots={processes}` in hostfile"
     return Command(comment, ("deepspeed", "--hostfile", "hostfile", *arguments))
 
 
@@ -376,8 +378,7 @@ def _torchrun(config: Path, machines: int, processes: int) -> Command:
     if machines == 1:
         return Command("or by torchrun", ("torchrun", "--standalone", *each, *train))
     place = ("--node-rank", "$NODE_RANK", "--master-addr", "$HEAD", "--master-port", str(PORT), "--rdzv-conf", _MEET)
-    comment = f"on each of {machines} machines: NODE_RANK 0 to {machines - 1}, HEAD the address of the first"
-    return Command(comment, ("torchrun", "--nnodes", str(machines), *each, *place, *train))
+    return Command("or on each by torchrun", ("torchrun", "--nnodes", str(machines), *each, *place, *train))
 
 
 def _accelerate(config: Path, machines: int, processes: int, kind: str) -> Command:

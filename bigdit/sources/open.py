@@ -321,8 +321,8 @@ def files_of(config: SourceConfig, suffix: str, key: str) -> list[Path]:
     for expanded in _expanded(str(path), key):
         matches = sorted(map(Path, glob.glob(expanded, recursive=True))) if glob.has_magic(expanded) else []
         if not matches and not os.path.exists(expanded):
-            of = "" if expanded == str(path) else f", of {path}"
-            raise UserError(f"{key}: {expanded} {not_there(Path(expanded))}{of}")
+            why = not_there(path) if expanded == str(path) else f"does not exist, of {path}"
+            raise UserError(f"{key}: {expanded} {why}")
         files += matches or [Path(expanded)]
     return files
 

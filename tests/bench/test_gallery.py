@@ -13,6 +13,7 @@ from bigdit import catalog
 from bigdit.bench.memory import Curve
 from bigdit.config.load import parse_strategy
 from bigdit.memory.process import non_torch_memory
+from bigdit.profile.attempt import AttemptJob
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 
 CELLS = [gallery.Cell.model_validate(cell) for cell in json.loads(gallery.FOUND.read_text())]
@@ -131,5 +132,7 @@ def test_cells_run_and_one_more_sample_does_not_fit():
     with gallery.EmulatedGpus(gpu) as gpus:
         for cell in random.Random(gpu.name).sample(found, 2):
             request = gallery.sized(cell.model, gpu, cell.strategy)
-            attempts = gpus.attempts([(request(cell.largest + more), room) for more in (0, 1)])
+            attempts = gpus.attempts(
+                [AttemptJob(request=request(cell.largest + more), capacity_bytes=room) for more in (0, 1)]
+            )
             assert [attempt.fits for attempt in attempts] == [True, False], (cell, gpus.unanswered)

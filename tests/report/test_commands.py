@@ -63,6 +63,10 @@ def node(nodes, processes, rank):
     )
 
 
+def on_each(nodes):
+    return f"{SHORT} --nodes {nodes} --node-rank $NODE_RANK --head $HEAD"
+
+
 def by_accelerate(kind, machines, processes, *placed):
     words = f"accelerate launch {kind} --num_machines {machines} --num_processes {processes}"
     return " ".join([words, *placed, f"launch/train.py {BY_PLAN}"])
@@ -89,12 +93,15 @@ def test_commands_are_those_of_the_engine_and_the_machines(made):
         sbatch(1, 8),
     ]
     assert printed(plans.sharded_plan(32)) == [
-        *(EXTRACT, f"deepspeed --hostfile hostfile {deepspeed}"),
+        *(EXTRACT, on_each(4), f"deepspeed --hostfile hostfile {deepspeed}"),
         by_accelerate("--use_deepspeed", 4, 32, STANDARD, *PLACED),
         sbatch(4, 8),
     ]
-    _, on_four, *_ = commands(plans.sharded_plan(32), Path("plans/x"))
-    assert on_four.comment == "on the first machine, with 4 lines `host slots=8` in hostfile"
+    comments = [command.comment for command in commands(plans.sharded_plan(32), Path("plans/x"))]
+    assert comments[1:3] == [
+        "on each of 4 machines: NODE_RANK 0 to 3, HEAD the address of the first; the same command resumes",
+        "or on the first machine, with 4 lines `host slots=8` in hostfile",
+    ]
     assert printed(on(made, fsdp2(8))) == [
         EXTRACT,
         SHORT,
@@ -103,7 +110,7 @@ def test_commands_are_those_of_the_engine_and_the_machines(made):
         sbatch(1, 8),
     ]
     assert printed(on(made, fsdp2(12))) == [
-        *(EXTRACT, node(2, 6, "$NODE_RANK")),
+        *(EXTRACT, on_each(2), node(2, 6, "$NODE_RANK")),
         by_accelerate("--multi_gpu", 2, 12, *PLACED),
         sbatch(2, 6),
     ]

@@ -82,7 +82,7 @@ def printed(launcher: str, strategy: Strategy, processes_per_node: int, folder: 
     request = plan.request.model_copy(update={"cluster": cluster})
     chosen = plan.chosen.model_copy(update={"strategy": strategy})
     found = commands(plan.model_copy(update={"request": request, "chosen": chosen}), folder)
-    (command,) = [command for command in found if command.words[0] == launcher]
+    *_, command = [command for command in found if command.words[0] == launcher]
     return command
 
 
@@ -92,7 +92,8 @@ def on_two_machines(command: Command, environment: dict[str, str]) -> None:
     words = [port if word == str(PORT) else word for word in command.words]
     machines = []
     for rank in range(2):
-        line = Template(" ".join(words)).substitute(NODE_RANK=rank, HEAD="127.0.0.1")
+        head = f"127.0.0.1:{port}" if words[0] == "bigdit" else "127.0.0.1"
+        line = Template(" ".join(words)).substitute(NODE_RANK=rank, HEAD=head)
         machines.append(
             subprocess.Popen(shlex.split(line), cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
         )
@@ -122,25 +123,27 @@ def holds(folder: Path, strategy: Strategy, reference: list[float]) -> None:
     assert losses(folder / "run") == pytest.approx(reference, rel=TOLERANCE)
 
 
-def test_two_copies_of_the_model_on_two_machines_by_torchrun(features, tmp_path, environment, reference):
+@pytest.mark.parametrize(
+    ("launcher", "comment"),
+    [
+        ("bigdit", "on each of 2 machines: NODE_RANK 0 to 1, HEAD the address of the first; the same command resumes"),
+        ("torchrun", "or on each by torchrun"),
+    ],
+)
+def test_two_copies_of_the_model_on_two_machines(features, tmp_path, environment, reference, launcher, comment):
     """HSDP: sharded within a machine, averaged between machines."""
     strategy = parse_strategy(["fsdp2,world_size=4,dp_replicate=2,micro_batch_size=2,precision=fp32"])
     folder = planned(strategy, features, tmp_path / "plan")
-    command = printed("torchrun", strategy, 2, folder)
-    assert command.comment == "on each of 2 machines: NODE_RANK 0 to 1, HEAD the address of the first"
+    command = printed(launcher, strategy, 2, folder)
+    assert command.comment == comment
     on_two_machines(command, environment)
     holds(folder, strategy, reference)
 
 
-@pytest.mark.parametrize(
-    ("asked", "processes"),
-    [("fsdp2,world_size=4,micro_batch_size=2", 2), ("zero3,world_size=2,micro_batch_size=4", 1)],
-)
-def test_two_machines_by_accelerate(features, tmp_path, environment, reference, asked, processes):
-    """With this many processes on each."""
-    strategy = parse_strategy([f"{asked},precision=fp32"])
+def test_two_machines_by_accelerate(features, tmp_path, environment, reference):
+    strategy = parse_strategy(["zero3,world_size=2,micro_batch_size=4,precision=fp32"])
     folder = planned(strategy, features, tmp_path / "plan")
-    command = printed("accelerate", strategy, processes, folder)
+    command = printed("accelerate", strategy, 1, folder)
     assert command.comment == "or on each by accelerate"
     on_two_machines(command, environment)
     holds(folder, strategy, reference)
@@ -166,7 +169,7 @@ def test_zero2_on_two_machines_of_a_hostfile(features, tmp_path, environment, re
     strategy = parse_strategy([ZERO2])
     folder = planned(strategy, features, tmp_path / "plan")
     command = printed("deepspeed", strategy, 1, folder)
-    assert command.comment == "on the first machine, with 2 lines `host slots=1` in hostfile"
+    assert command.comment == "or on the first machine, with 2 lines `host slots=1` in hostfile"
     words = ["deepspeed", "--master_port", str(free_port()), *command.words[1:]]
     on_the_first([str(hostfile) if word == "hostfile" else word for word in words], environment)
     holds(folder, strategy, reference)

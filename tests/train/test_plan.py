@@ -128,13 +128,32 @@ def test_a_machine_that_has_too_little_memory_for_the_plan_starts_nothing(tmp_pa
     )
 
 
-def test_several_machines_need_their_launcher(tmp_path):
+def test_several_machines_need_their_options(tmp_path):
     plan = plan_of(Strategy(engine="fsdp2", world_size=16, gradient_clipping=1.0))
     done = in_process("train", "--config", written(plan, tmp_path))
     assert errors(done) == [
-        "error: the plan is for 16 processes on 2 machines, and `bigdit train` starts one machine; start "
-        "launch/train.py with the commands that `bigdit plan` printed"
+        "error: the plan is for 16 processes on 2 machines; on each of them add --nodes 2, --node-rank (0 to 1) and "
+        "--head, the address of the first"
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ("--head 10.0.0.1", "--node-rank and --head need --nodes, the number of machines"),
+        ("--nodes 2 --head a", "--nodes 2 needs --node-rank, the number of this machine; each machine takes --nodes, "
+         "--node-rank and --head"),
+        ("--nodes 2 --node-rank 1", "--nodes 2 needs --head, the first one's address; each machine takes --nodes, "
+         "--node-rank and --head"),
+        ("--nodes 2 --node-rank 2 --head a", "--node-rank 2 should be 0 to 1 with --nodes 2"),
+        ("--nodes 2 --node-rank 1 --head a:b", "--head a:b should be HOST or HOST:PORT, with a port of 1 to 65535"),
+        ("--nodes 3 --node-rank 1 --head a", "strategy.world_size is 16, and --nodes 3 does not divide it"),
+    ],
+)  # fmt: skip
+def test_wrong_options_of_machines_are_a_line(tmp_path, options, error):
+    plan = plan_of(Strategy(engine="fsdp2", world_size=16, gradient_clipping=1.0))
+    done = in_process("train", "--config", written(plan, tmp_path), *options.split())
+    assert errors(done) == [f"error: {error}"]
 
 
 def test_another_model_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 from bigdit import log
@@ -21,17 +22,32 @@ from bigdit.processes import STOPPED, state_of
 from bigdit.train.processes.end import LAUNCHER, handled_signals
 from bigdit.units import gib
 
+PORT = 29500  # where the first of several machines listens, as with torchrun and accelerate
 PATIENCE_S = 10.0  # for the other processes to end by themselves when one has failed
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where the processes of `nodes` machines connect: on the first one. `node_rank`: the number of this machine."""
+
+    address: str
+    port: int
+    nodes: int = 1
+    node_rank: int = 0
+
+
 class Ranks:
-    """The processes of a run, each in its own session: only their parent passes Ctrl-C on to them.
+    """The processes of a run on this machine, each in its own session: only their parent passes Ctrl-C on to them.
 
     `grace`: seconds that they have to save and end after a signal. `host_bytes`: the CPU memory that its plans need.
+    `meeting`: of a run on several machines.
     """
 
-    def __init__(self, command: Sequence[str], grace: float, host_bytes: int = 0) -> None:
+    def __init__(
+        self, command: Sequence[str], grace: float, host_bytes: int = 0, meeting: Meeting | None = None
+    ) -> None:
         self._command = command
+        self._meeting = meeting
         self._grace = grace
         self._host_bytes = host_bytes
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -43,13 +59,13 @@ class Ranks:
         """Start `count` processes and wait for them all. Returns 0, or the exit status of the first that failed."""
         before = {each: signal.signal(each, self._forward) for each in handled_signals()}
         try:
-            store = None
-            if count > 1:
+            if count > 1 and self._meeting is None:
                 from torch.distributed import TCPStore  # here: importing torch takes seconds
 
                 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # must outlive every rank
-            for rank in range(count):
-                environment = os.environ | _environment(rank, count, None if store is None else store.port)
+                self._meeting = Meeting("127.0.0.1", store.port)
+            for local_rank in range(count):
+                environment = os.environ | _environment(local_rank, count, self._meeting)
                 self._processes.append(subprocess.Popen(self._command, env=environment, start_new_session=True))
             return self._wait()
         finally:
@@ -103,34 +119,35 @@ class Ranks:
             return
         by = signal.Signals(-statuses[failed] if statuses[failed] < 0 else statuses[failed] - 128)
         others = [rank for rank in killed if rank not in (failed, *self._stopped)]
-        end = f"; {_ranks(others)} waited for it and had to be killed" if others else ""
+        end = f"; {self._ranks(others)} waited for it and had to be killed" if others else ""
         why, counted = "", "`bigdit plan` counts what the run takes"
         if by == signal.SIGKILL and failed not in killed:
             counted = f"its plan counts {gib(self._host_bytes)} of it" if self._host_bytes else counted
             why = f" (by hand, or because memory ran out: this machine has {gib(memory_bytes())}, and {counted})"
         pid = self._processes[failed].pid
-        stopped = f"{_ranks(self._stopped)}, which was stopped, did not answer; " if self._stopped else ""
-        log.notice(f"error: {stopped}{_ranks([failed])} (process {pid}) was ended by {by.name}{why}{end}")
+        stopped = f"{self._ranks(self._stopped)}, which was stopped, did not answer; " if self._stopped else ""
+        log.notice(f"error: {stopped}{self._ranks([failed])} (process {pid}) was ended by {by.name}{why}{end}")
+
+    def _ranks(self, here: Sequence[int]) -> str:
+        """Processes of this machine by their ranks in the run."""
+        first = 0 if self._meeting is None else self._meeting.node_rank * len(self._processes)
+        return f"rank{'s' * (len(here) > 1)} {', '.join(str(first + rank) for rank in here)}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _environment(rank: int, count: int, port: int | None) -> dict[str, str]:
+def _environment(local_rank: int, count: int, meeting: Meeting | None) -> dict[str, str]:
     """Variables that torchrun and DeepSpeed's launcher set for each process, and the id of this one."""
     own = {LAUNCHER: str(os.getpid())}
-    if port is None:
+    if meeting is None:
         return own
     return own | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
+        "RANK": str(meeting.node_rank * count + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(meeting.nodes * count),
         "LOCAL_WORLD_SIZE": str(count),
         "LOCAL_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process holds the store, not rank 0
+        "MASTER_ADDR": meeting.address,
+        "MASTER_PORT": str(meeting.port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(meeting.nodes == 1),  # then this process holds the store, not rank 0
     }
 
 

@@ -147,7 +147,7 @@ def _rendezvous(seconds: float) -> tuple[dist.Store, int, int]:
 
 def _meet(backend: str, timeout: float, meeting: float) -> None:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    where = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
+    where = f"{address}:{port} (--head, or MASTER_ADDR and MASTER_PORT)"
     another = f"another program uses the port of {where}; set another"
     absent = f"not all processes of the run connected to {where} within train.timeout, {meeting:g} s, or one ended"
     try:

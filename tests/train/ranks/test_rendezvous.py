@@ -5,21 +5,24 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from commands import DIGITS, TINY, run_ranks, with_set
+from commands import BIN, DIGITS, TINY, run_ranks, with_set
 
 from bigdit.train.processes.launch import free_port
 
 FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.world_size=2")
 
 
-def alone(rank, address, port, features, output, timeout=2):
-    """The only process that starts, of two machines with one each."""
+def alone(rank, address, port, features, output, timeout=2, *, by=None):
+    """The only process that starts, of two machines with one each; `by` bigdit train, or another launcher."""
     more = (f"train.timeout={timeout}", f"data.features={features}", f"output={output}")
     settings = with_set([*TINY, *FSDP2, *more])
     own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    done = run_ranks(
-        1, "-m", "bigdit.train", "--config", DIGITS, *settings, MASTER_ADDR=address, MASTER_PORT=str(port), **own
-    )
+    if by is None:
+        own |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        done = run_ranks(1, "-m", "bigdit.train", "--config", DIGITS, *settings, **own)
+    else:
+        place = ("--nodes", "2", "--node-rank", str(rank), "--head", f"{address}:{port}")
+        done = run_ranks(1, BIN / "bigdit", "train", "--config", DIGITS, *settings, *place)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, done.stderr
@@ -30,13 +33,13 @@ def alone(rank, address, port, features, output, timeout=2):
     return errors[0]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_port_in_use_is_a_line(features, tmp_path, rank):
+@pytest.mark.parametrize(("rank", "by"), [(0, None), (1, None), (0, "bigdit train")])
+def test_a_port_in_use_is_a_line(features, tmp_path, rank, by):
     """For the first process, and for others, which another program does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        line = alone(rank, "127.0.0.1", port, features, tmp_path)
-    assert line.startswith(f"error: another program uses the port of 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT)")
+        line = alone(rank, "127.0.0.1", port, features, tmp_path, by=by)
+    assert line.startswith(f"error: another program uses the port of 127.0.0.1:{port} (--head, or MASTER_ADDR")
 
 
 @pytest.mark.slow
