@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 from string import Template
@@ -17,6 +18,7 @@ import plans
 import pytest
 from commands import BIN, ROOT
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
+from running import until
 from training import launched
 
 from bigdit.config.load import parse_strategy
@@ -64,14 +66,14 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
-def planned(strategy: Strategy, features: Path, folder: Path) -> Path:
+def planned(strategy: Strategy, features: Path, folder: Path, steps: int = STEPS) -> Path:
     """A plan's folder with a completed run.yaml, whose output is `run` there."""
     folder.mkdir()
     plan = plan_of(strategy, kwargs=TINY_KWARGS)
     write(plan, folder)
-    steps = {"steps": STEPS, "warmup_steps": 1}
+    train = {"steps": steps, "warmup_steps": 1}
     data, output = {"features": str(features)}, str(folder / "run")
-    run_yaml(folder, plan, data=data, train=steps, output=output, plan="plan.yaml")
+    run_yaml(folder, plan, data=data, train=train, output=output, plan="plan.yaml")
     return folder
 
 
@@ -138,6 +140,21 @@ def test_two_copies_of_the_model_on_two_machines(features, tmp_path, environment
     assert command.comment == comment
     on_two_machines(command, environment)
     holds(folder, strategy, reference)
+
+
+def test_a_signal_to_one_machine_saves_the_run_and_ends_it_on_all(features, tmp_path, environment):
+    strategy = parse_strategy(["fsdp2,world_size=2,micro_batch_size=4,precision=fp32"])
+    folder = planned(strategy, features, tmp_path / "plan", steps=2000)
+    where = f"bigdit train --config {folder}/run.yaml --nodes 2 --head 127.0.0.1:{free_port()} --node-rank"
+    machines = [
+        subprocess.Popen([*where.split(), str(rank)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    until(lambda: (folder / "run/metrics.jsonl").exists(), 120)
+    machines[1].send_signal(signal.SIGTERM)
+    first, _ = [machine.communicate(timeout=120)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [128 + signal.SIGTERM] * 2
+    assert "SIGTERM: saved" in first
 
 
 def test_two_machines_by_accelerate(features, tmp_path, environment, reference):
