@@ -270,7 +270,7 @@ def _usual(model: CatalogModel) -> bool:
 
 WIDTH = 78
 _MEET = f"timeout={TrainConfig.model_fields['timeout'].default:g}"
-"""How long torchrun and accelerate wait for other machines: as long as bigdit's processes, in place of 15 minutes."""
+"""How long torchrun waits for other machines: as long as bigdit's processes, in place of 15 minutes."""
 _ALONE = ("--standalone", "--multi_gpu", "--use_deepspeed")  # options without a value
 
 
@@ -334,12 +334,13 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
         train += ["--nodes", str(machines), "--node-rank", "$NODE_RANK", "--head", "$HEAD"]
         where = f"each of {machines} machines: NODE_RANK 0 to {machines - 1}, HEAD the address of the first"
     found.append(Command(f"on {where}; the same command resumes", tuple(train)))
-    if strategy.engine == "deepspeed":
-        found += [_deepspeed(config, *spread), _accelerate(config, *spread, "--use_deepspeed")]
-    elif strategy.engine != "single":
-        found += [_torchrun(config, *spread), _accelerate(config, *spread, "--multi_gpu")]
-    else:
+    if strategy.engine == "single":
         found.append(Command("or", ("python", *entry(), *_arguments(config))))
+    else:
+        sharded_by_deepspeed = strategy.engine == "deepspeed"
+        found.append((_deepspeed if sharded_by_deepspeed else _torchrun)(config, *spread))
+        if machines == 1:
+            found.append(_accelerate(config, spread[1], "--use_deepspeed" if sharded_by_deepspeed else "--multi_gpu"))
     return found + _sbatch(plan, config, *spread)
 
 
@@ -381,16 +382,9 @@ def _torchrun(config: Path, machines: int, processes: int) -> Command:
     return Command("or on each by torchrun", ("torchrun", "--nnodes", str(machines), *each, *place, *train))
 
 
-def _accelerate(config: Path, machines: int, processes: int, kind: str) -> Command:
-    words = ["accelerate", "launch", kind, "--num_machines", str(machines)]
-    words += ["--num_processes", str(machines * processes)]
-    if machines > 1 and kind == "--use_deepspeed":  # the default starts other machines by pdsh
-        words += ["--deepspeed_multinode_launcher", "standard"]
-    if machines > 1:
-        words += ["--machine_rank", "$NODE_RANK", "--main_process_ip", "$HEAD", "--main_process_port", str(PORT)]
-        words += ["--rdzv_conf", _MEET]
-    comment = "or by accelerate" if machines == 1 else "or on each by accelerate"
-    return Command(comment, (*words, *entry(), *_arguments(config)))
+def _accelerate(config: Path, processes: int, kind: str) -> Command:
+    words = ("accelerate", "launch", kind, "--num_machines", "1", "--num_processes", str(processes))
+    return Command("or by accelerate", (*words, *entry(), *_arguments(config)))
 
 
 def _arguments(config: Path) -> tuple[str, ...]:

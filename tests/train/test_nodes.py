@@ -150,18 +150,21 @@ def test_a_signal_to_one_machine_saves_the_run_and_ends_it_on_all(features, tmp_
         subprocess.Popen([*where.split(), str(rank)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    until(lambda: (folder / "run/metrics.jsonl").exists(), 120)
+    rows = folder / "run/metrics.jsonl"
+    until(lambda: rows.exists() and rows.read_text(), 120)
     machines[1].send_signal(signal.SIGTERM)
     first, _ = [machine.communicate(timeout=120)[1] for machine in machines]
-    assert [machine.returncode for machine in machines] == [128 + signal.SIGTERM] * 2
+    assert [machine.returncode for machine in machines] == [128 + signal.SIGTERM] * 2, first
     assert "SIGTERM: saved" in first
 
 
 def test_two_machines_by_accelerate(features, tmp_path, environment, reference):
     strategy = parse_strategy(["zero3,world_size=2,micro_batch_size=4,precision=fp32"])
     folder = planned(strategy, features, tmp_path / "plan")
-    command = printed("accelerate", strategy, 1, folder)
-    assert command.comment == "or on each by accelerate"
+    where = f"--machine_rank $NODE_RANK --main_process_ip $HEAD --main_process_port {PORT} --rdzv_conf timeout=240"
+    kind = "--use_deepspeed --deepspeed_multinode_launcher standard --num_machines 2 --num_processes 2"
+    words = f"accelerate launch {kind} {where} launch/train.py --config {folder}/run.yaml"
+    command = Command("as docs/gpus.md has it", tuple(words.split()))
     on_two_machines(command, environment)
     holds(folder, strategy, reference)
 
