@@ -50,20 +50,22 @@ def run(
     ] = False,
 ) -> int:
     """Train a run, with one process per GPU. Run it again to resume."""
+    from bigdit.config import load_stages
     from bigdit.config.check import check_paths
     from bigdit.config.load import with_ds_config, with_grace
     from bigdit.train.prepare import prepare_stages
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)
     meeting = _meeting(nodes, node_rank, head, dry_run=dry_run)
-    stages = _stages(config, overrides, nodes, dry_run=dry_run)
+    stages = load_stages(config, overrides)
+    count = stages[0].strategy.world_size if dry_run else _processes_here(stages[0], nodes)
     check_paths(config, [stage.run for stage in stages])
     host_bytes = max((stage.plan.expected.host_bytes for stage in stages if stage.plan is not None), default=0)
     if not dry_run:
         _check_host(host_bytes)
     prepared = prepare_stages(stages, starting=not dry_run)
     if not dry_run:
-        return _start(prepared[0], config, overrides, host_bytes, meeting)
+        return _start(prepared[0], count, config, overrides, host_bytes, meeting)
     _show(prepared)
     return 0
 
@@ -88,32 +90,30 @@ def _meeting(nodes: int | None, node_rank: int | None, head: str | None, *, dry_
     return Meeting(host, int(port) if colon else PORT, nodes, node_rank)
 
 
-def _stages(config: Path, overrides: list[str], nodes: int | None, *, dry_run: bool) -> tuple[Stage, ...]:
-    """The stages of the run. With fewer machines than planned, there are fewer processes. Raises UserError if the run
-    does not divide into machines."""
-    from bigdit.config import load_stages
-
-    stages = load_stages(config, overrides)
-    plan, count = stages[0].plan, stages[0].strategy.world_size
-    if nodes is None and not dry_run and plan is not None and plan.machines > 1:
+def _processes_here(first: Stage, nodes: int | None) -> int:
+    """The processes of this machine: as many as planned for a machine, also if machines are missing. Raises UserError
+    if the run does not divide into machines."""
+    plan, count = first.plan, first.strategy.world_size
+    if nodes is None and plan is not None and plan.machines > 1:
         raise UserError(
             f"the plan is for {count} processes on {plan.machines} machines; on each of them add --nodes "
             f"{plan.machines}, --node-rank (0 to {plan.machines - 1}) and --head, the address of the first"
         )
-    if plan is not None and nodes is not None and plan.machines > nodes:
-        return load_stages(config, overrides, count // plan.machines * nodes)
-    if count % (nodes or 1):
-        raise UserError(f"strategy.world_size is {count}, and --nodes {nodes} does not divide it")
-    return stages
+    machines = nodes or 1 if plan is None else max(nodes or 1, plan.machines)
+    if count % machines:
+        raise UserError(f"strategy.world_size is {count}, and --nodes {machines} does not divide it")
+    return count // machines
 
 
-def _start(first: Stage, config: Path, overrides: list[str], host_bytes: int, meeting: Meeting | None) -> int:
-    """Run `python -m bigdit.train` as this machine's part of the run, and write the run's page on the first machine."""
+def _start(
+    first: Stage, count: int, config: Path, overrides: list[str], host_bytes: int, meeting: Meeting | None
+) -> int:
+    """Run `python -m bigdit.train` as this machine's `count` processes, and write the run's page on the first one."""
     from bigdit.documents import MOST_PROCESSES
     from bigdit.report import leaving_a_page
     from bigdit.train.processes.launch import Ranks
 
-    if (count := first.strategy.world_size // (1 if meeting is None else meeting.nodes)) > MOST_PROCESSES:
+    if count > MOST_PROCESSES:
         raise UserError(
             f"strategy.world_size is {first.strategy.world_size}, and `bigdit train` starts at most {MOST_PROCESSES} "
             "processes on a machine; add --nodes"

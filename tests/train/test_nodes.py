@@ -66,10 +66,11 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
-def planned(strategy: Strategy, features: Path, folder: Path, steps: int = STEPS) -> Path:
+def planned(strategy: Strategy, features: Path, folder: Path, steps: int = STEPS, gpus_per_node: int = 8) -> Path:
     """A plan's folder with a completed run.yaml, whose output is `run` there."""
     folder.mkdir()
     plan = plan_of(strategy, kwargs=TINY_KWARGS)
+    plan = plan.model_copy(update={"request": plan.request.model_copy(update={"gpus_per_node": gpus_per_node})})
     write(plan, folder)
     train = {"steps": steps, "warmup_steps": 1}
     data, output = {"features": str(features)}, str(folder / "run")
@@ -156,6 +157,20 @@ def test_a_signal_to_one_machine_saves_the_run_and_ends_it_on_all(features, tmp_
     first, _ = [machine.communicate(timeout=120)[1] for machine in machines]
     assert [machine.returncode for machine in machines] == [128 + signal.SIGTERM] * 2, first
     assert "SIGTERM: saved" in first
+
+
+def test_one_of_two_machines_goes_on_alone(features, tmp_path, environment, reference):
+    """With as many processes as planned for a machine, and the same batch."""
+    strategy = parse_strategy(["fsdp2,world_size=4,micro_batch_size=2,precision=fp32"])
+    folder = planned(strategy, features, tmp_path / "plan", gpus_per_node=2)
+    done = subprocess.run(
+        ["bigdit", "train", "--config", folder / "run.yaml", "--nodes", "1"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ran = json.loads((folder / "run/receipt.json").read_text())["strategy"]
+    assert (ran["world_size"], ran["micro_batch_size"] * ran["grad_accum_steps"]) == (2, GLOBAL_BATCH // 2)
+    assert losses(folder / "run") == pytest.approx(reference, rel=TOLERANCE)
 
 
 def test_two_machines_by_accelerate(features, tmp_path, environment, reference):
