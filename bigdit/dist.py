@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from bigdit.errors import UserError
 
+PORT = 29500
+"""The port of the first of several machines where a launcher gets none, as in torchrun and accelerate."""
+
 ACCELERATE = {
     "cpu": ("ACCELERATE_USE_CPU", "false"),
     "use_deepspeed": ("ACCELERATE_USE_DEEPSPEED", ""),

@@ -72,7 +72,8 @@ def run(
 
 def _meeting(nodes: int | None, node_rank: int | None, head: str | None, *, dry_run: bool) -> Meeting | None:
     """Where several machines connect; None for one machine. Raises UserError if an option is missing or wrong."""
-    from bigdit.train.processes.launch import PORT, Meeting
+    from bigdit.dist import PORT
+    from bigdit.train.processes.launch import Meeting
 
     if (nodes or 1) == 1 or dry_run:
         if nodes is None and (node_rank is not None or head is not None):

@@ -20,6 +20,7 @@ from bigdit.catalog.resolve import CONFIG
 from bigdit.config.data import PART_SIZE, VaeCodec, part_size
 from bigdit.config.plan_file import FILE
 from bigdit.config.run import TrainConfig
+from bigdit.dist import PORT
 from bigdit.documents import parse_yaml
 from bigdit.errors import UserError
 from bigdit.objective_spec import FlowMatchingSpec, partial
@@ -29,7 +30,6 @@ from bigdit.report.words import samples
 from bigdit.search.of_run import carried, section
 from bigdit.search.plan import HOUR, Plan
 from bigdit.strategy import Strategy
-from bigdit.train.processes.launch import PORT
 
 _HEAD = """\
 # Written by `bigdit plan`: the strategy is the plan's; plan.yaml in this folder has its predictions.

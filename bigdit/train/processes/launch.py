@@ -22,7 +22,6 @@ from bigdit.processes import STOPPED, state_of
 from bigdit.train.processes.end import LAUNCHER, handled_signals
 from bigdit.units import gib
 
-PORT = 29500  # where the first of several machines listens, as with torchrun and accelerate
 PATIENCE_S = 10.0  # for the other processes to end by themselves when one has failed
 
 
