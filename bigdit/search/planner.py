@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -297,8 +296,7 @@ class Planner:
         starts from predictions for the planned size."""
         columns = {"none": 0, "recommended": chosen.blocks, "full": self.options[chosen.option].count}
         rows = [*dict.fromkeys(columns.values())]
-        with ThreadPoolExecutor(len(rows)) as pool:  # none waits for another's size
-            ran = dict(zip(rows, pool.map(partial(self._largest, chosen), rows), strict=True))
+        ran = dict(zip(rows, self.gpus.apart(partial(self._largest, chosen), rows), strict=True))
         sizes = (self.request.resolution, *self.request.buckets)
         found = {size: {column: ran[blocks].get(size) for column, blocks in columns.items()} for size in sizes}
         self.limits[chosen.title] = {
@@ -349,8 +347,7 @@ class Planner:
         # Height and width swapped, a sample takes the same bytes.
         turned = {size: next(each for each in sizes if each in (size, size[::-1])) for size in sizes}
         others = [size for size in dict.fromkeys(turned.values()) if size != sizes[0] and is_searched(size)]
-        with ThreadPoolExecutor(2) as pool:
-            [*pool.map(search, (others[::2], others[1::2]), (pixels, pixels))]
+        self.gpus.apart(search, (others[::2], others[1::2]), (pixels, pixels))
         return {size: limits[first] for size, first in turned.items() if first in limits and is_searched(size)}
 
 

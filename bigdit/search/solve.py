@@ -70,8 +70,7 @@ def probe(planner: Planner, strategies: Sequence[Strategy], *, variant: bool = F
 
 def explore(planner: Planner, proposed: Sequence[Option]) -> list[FailedOption]:
     """Add options to the planner, and return those that could not run. Bases come before their variants."""
-    with ThreadPoolExecutor(max(len(proposed), 1)) as pool:  # none waits for another's first attempts
-        found = [*pool.map(partial(_attempts_of, planner), proposed)]
+    found = planner.gpus.apart(partial(_attempts_of, planner), proposed)
     failed, count = [], planner.request.model.block_count
     for option, (strategies, attempts) in zip(proposed, found, strict=True):
         ran = [each for each in attempts if isinstance(each, Attempt)]
@@ -140,8 +139,7 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
     soon = [each for each in group if not each.strategy.blocks_to_swap] if request.cluster.gpus == 1 else bases
     soon, then = ([each for each in some if _may_fit(planner, each)] for some in (soon, later))
     soon += then[: planner.gpus.count - len(soon)] if 0 < len(soon) < planner.gpus.count else []
-    with ThreadPoolExecutor(max(len(soon), 1)) as pool:
-        [*pool.map(lambda each: _begin(planner, each, bases), soon)]
+    planner.gpus.apart(lambda each: _begin(planner, each, bases), soon)
     for base in bases:
         on_host: dict[str, int] = {}  # bytes by title, of those that fit the GPU
         for each in (each for each in group if base in (each, each.base)):
