@@ -29,8 +29,7 @@ from tried.saved import saved
 
 from bigdit import catalog
 from bigdit.catalog import batch_shape
-from bigdit.catalog.conditions import class_count
-from bigdit.catalog.families import REFERENCE
+from bigdit.catalog.families import REFERENCE, class_count
 from bigdit.checkpoint import latest
 from bigdit.config import load_run
 from bigdit.config.data import Bucket

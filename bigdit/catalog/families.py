@@ -82,6 +82,20 @@ PACKING = 2
 """Latents per side that are packed into one, outside of a model that `packs`."""
 REFERENCE = "reference"
 """An extra of a batch, [B, references, C, H, W]: the latents of the images that a sample is an edit of."""
+IMAGE_CONDITION = "image_condition"
+"""An extra of a batch: a mask, 1 where a latent frame is given, and the latents of the first frame."""
+IMAGE_EMBEDS = "image_embeds"
+"""An extra: an image encoder's embeddings of that frame."""
+IMAGE_ENCODER = "image_encoder"
+"""The image encoder in a pipeline's folder."""
+FILL = "fill"
+"""An extra: the latents of an image whose masked part is gray, then the mask: a channel for each pixel of a latent."""
+LOSS_MASK = "loss_mask"
+"""An extra: the weight of the loss at each place of the latents [B, H, W]."""
+CLASS_LABEL = "class_label"
+"""The name of class labels among a batch's extras."""
+CONTROLNET = "controlnet"
+"""The name of a ControlNet in its model, and in an export."""
 
 
 def mask_of(stream: str) -> str:
@@ -477,3 +491,51 @@ def begins_with_an_image(spec: ModelSpec) -> bool:
     wider = isinstance(channels, int) and isinstance(out, int) and channels > out
     given = wider or any(spec.kwargs.get(key) is not None for key in ("image_dim", "image_condition_type"))
     return given and spec.class_name in FAMILIES and FAMILIES[spec.class_name].video
+
+
+def takes_first_frame(model: ModelSpec) -> bool:
+    """Whether the model always needs the first frame of its videos."""
+    return begins_with_an_image(model) and FAMILIES[model.class_name].first_frame
+
+
+def can_take_first_frame(model: ModelSpec) -> bool:
+    """Whether the model can take the first frame of its videos."""
+    inputs = FAMILIES.get(model.class_name, Inputs())
+    return takes_first_frame(model) or inputs.blank or (inputs.keeps_first and not begins_with_an_image(model))
+
+
+def embeds_first_frame(model: ModelSpec) -> bool:
+    """Whether the model takes an image encoder's embeddings of the first frame."""
+    inputs = FAMILIES[model.class_name]
+    return inputs.image_dim is not None and (inputs.blank or model.kwargs.get(inputs.image_dim) is not None)
+
+
+def takes_more_channels(model: ModelSpec) -> bool:
+    """Whether the model's input has more channels than latents: for a reference, a masked image or a first frame."""
+    blank = model.class_name in FAMILIES and FAMILIES[model.class_name].blank
+    return blank or takes_first_frame(model) or is_controlled(model) or fills(model)
+
+
+def fill_channels(channels: int, downsample: int) -> int:
+    """The channels of a masked image and its mask. `channels`: of latents; `downsample`: their pixels per side."""
+    return channels + downsample**2
+
+
+DEFAULT_CLASSES = 1000
+"""The classes of ImageNet, the default of DiT and PaperDiT."""
+
+
+def takes_classes(model: ModelSpec) -> bool:
+    """Whether the model takes a class instead of text."""
+    return model.class_name in FAMILIES and CLASS_LABEL in FAMILIES[model.class_name].extras
+
+
+def class_count(model: ModelSpec) -> int:
+    """The number of classes of a model that takes them."""
+    known = model.kwargs.get(FAMILIES[model.class_name].classes or "")
+    return known if isinstance(known, int) else DEFAULT_CLASSES
+
+
+def no_class(model: ModelSpec) -> int | None:
+    """The label for no class, which follows the last class; None if a model has none."""
+    return class_count(model) if takes_classes(model) and model.kwargs.get("null_class", True) else None

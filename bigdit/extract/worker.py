@@ -21,8 +21,7 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from bigdit.catalog.conditions import FILL, LOSS_MASK
-from bigdit.catalog.families import REFERENCE
+from bigdit.catalog.families import FILL, LOSS_MASK, REFERENCE
 from bigdit.config.data import EncodersConfig, frames_of
 from bigdit.encoders.latents import bucket_pixels, fill_mask, mask_latents
 from bigdit.encoders.load import Encoders, load_encoders

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from bigdit.catalog.conditions import CLASS_LABEL, LOSS_MASK, class_count, takes_classes
+from bigdit.catalog.families import CLASS_LABEL, LOSS_MASK, class_count, takes_classes
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
 from bigdit.encoders.fit import encoder_misfits, plan_misfits

@@ -16,8 +16,7 @@ from PIL import Image
 from torch import nn
 
 from bigdit import log, models, objectives
-from bigdit.catalog.conditions import class_count, takes_classes
-from bigdit.catalog.families import objective_of
+from bigdit.catalog.families import class_count, objective_of, takes_classes
 from bigdit.checkpoint import Checkpoint, PostHoc, load_model, load_weights, verify
 from bigdit.config import RunConfig
 from bigdit.config.data import fitting_bucket

@@ -42,8 +42,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from bigdit.catalog.conditions import FILL, LOSS_MASK
-from bigdit.catalog.families import REFERENCE
+from bigdit.catalog.families import FILL, LOSS_MASK, REFERENCE
 from bigdit.sources.protocol import Caption
 from bigdit.store.tensors import Pieces, bytes_of, chained_digest, commit, header_bytes, row_digest
 from bigdit.store.text import Cut, Lengths, Text, TextKey, caption_columns

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from bigdit.catalog.conditions import no_class
 from bigdit.catalog.context import context_misfits
-from bigdit.catalog.families import FAMILIES
+from bigdit.catalog.families import FAMILIES, no_class
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
 from bigdit.config.check import has_store, paths
