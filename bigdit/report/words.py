@@ -266,7 +266,7 @@ def step_size(strategy: Strategy, note: str = "") -> str:
 
 def verdict(plan: Plan) -> str:
     """The memory that is needed, usable and left."""
-    chosen, usable = plan.chosen, plan.request.gpu.usable_bytes
+    chosen, usable = plan.chosen, plan.request.usable_bytes
     needs = f"needs {gibs(chosen.process.low_bytes, chosen.process.high_bytes)} of {gib(usable)} usable"
     needs += reserved(plan)
     if plan.verdict == "TIGHT":
