@@ -32,7 +32,8 @@ Source: diffusers 0.42.1, WanAttnProcessor."""
 
 def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     """Why the model cannot take the run's first frame."""
-    asked, needed = run.encoders.first_frame, takes_first_frame(model) or _listed_with_first_frame(model)
+    asked, known = run.encoders.first_frame, _listed(model)
+    needed = takes_first_frame(model) or (known is not None and known.first_frame)
     dropout = run.data.first_frame_dropout
     if asked is None:
         if not needed:
@@ -60,8 +61,9 @@ def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     return []
 
 
-def _listed_with_first_frame(model: ModelSpec) -> bool:
-    return any(each.first_frame for each in models() if each.name == model.name)
+def _listed(model: ModelSpec) -> CatalogModel | None:
+    """The catalogue's model of this name, if there is one."""
+    return next((each for each in models() if each.name == model.name), None)
 
 
 def first_frame_misfits(
@@ -93,7 +95,7 @@ def first_frame_misfits(
 
 def reference_misfits(model: ModelSpec, found: int) -> list[str]:
     """Why the model cannot take samples that are edits of `found` images."""
-    known = next((each for each in models() if each.name == model.name), None)
+    known = _listed(model)
     least = int(is_controlled(model)) if known is None else known.references
     named, most = most_references(model)
     if found > most:
@@ -105,9 +107,9 @@ def reference_misfits(model: ModelSpec, found: int) -> list[str]:
 
 def most_references(model: ModelSpec) -> tuple[str, int]:
     """The most images that a sample can be an edit of, after the name that says so: the model's pipeline or class."""
-    editor = next((each.editor for each in models() if each.name == model.name), None)
-    if editor is not None:
-        return editor, editor_of(editor).references
+    known = _listed(model)
+    if known is not None and known.editor is not None:
+        return known.editor, editor_of(known.editor).references
     return model.class_name, FAMILIES[model.class_name].references if model.class_name in FAMILIES else 0
 
 
@@ -117,7 +119,7 @@ def controlnet_problems(model: ModelSpec, asked: ControlNetSpec) -> list[str]:
     if inputs is None or inputs.controlnet is None:
         have = ", ".join(name for name, each in FAMILIES.items() if each.controlnet)
         return [f"bigdit trains no ControlNet of {model.class_name}; {have} have one"]
-    known = next((each for each in models() if each.name == model.name), None)
+    known = _listed(model)
     if takes_more_channels(model) or (known is not None and known.references):
         return [
             f"{model.name} takes an image itself, and ControlNets are for models that take only text; name its base"

@@ -211,7 +211,10 @@ class UnitEncoder:
         """The features of all items. Encodes their captions; call it only once."""
         with self._watch.at("encoding"):
             texts = self._texts()
-        frames = {shape: _concatenated(batches) for shape, batches in self._frames.items()}
+        frames = {
+            shape: {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+            for shape, batches in self._frames.items()
+        }
         if self._masked:
             frames = {
                 shape: frames.get(shape, {}) | {LOSS_MASK: torch.stack(masks)} for shape, masks in self._masks.items()
@@ -311,10 +314,6 @@ class UnitEncoder:
             for caption in captions:
                 if caption is not DROPPED:
                     yield self._names[index], texts[text_key(texts, index, caption.text)]
-
-
-def _concatenated(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 _LONGEST = 107 - len("/pymp-12345678/listener-12345678")

@@ -225,7 +225,7 @@ def start(plan: Plan) -> dict[str, Any]:
     chosen = plan.chosen
     ran = [each.blocks for each in by_option(plan)[chosen.option]]
     blocks = max(ran) if chosen.strategy.checkpointed_blocks == "all" else chosen.blocks
-    size, gpu = chosen.micro_batch_size, plan.request.gpu.title
+    size, gpu = chosen.micro_batch_size, next(iter(plan.same_kernels))
     return {"strategy": chosen.option, "micro-batch": size, "blocks": blocks, "gpu": gpu}
 
 
