@@ -11,9 +11,9 @@ from typing import Any
 from PIL import Image
 
 from bigdit import catalog
-from bigdit.config import RunConfig
 from bigdit.config.data import frames_of
 from bigdit.config.load import parse_run, read_stages
+from bigdit.config.run import RunConfig
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.emulation import EmulatedRun
 from bigdit.emulator.interpreter import cuda_python

@@ -26,8 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bigdit import libraries
-from bigdit.catalog.conditions import CONTROLNET
-from bigdit.catalog.families import FAMILIES
+from bigdit.catalog.families import CONTROLNET, FAMILIES
 from bigdit.errors import UserError
 from bigdit.models.build import outline
 from bigdit.models.checkpointing import apply_checkpointing

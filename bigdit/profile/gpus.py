@@ -74,7 +74,7 @@ def _around(reserved: Mapping[int, int], capacity_bytes: int) -> tuple[int | Non
 
 def workers_here() -> int:
     """One for each core, and for each WORKER_BYTES: two at least, MOST_WORKERS at most."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     return max(2, min(cores, memory_bytes() // WORKER_BYTES, MOST_WORKERS))
 
 

@@ -186,7 +186,7 @@ class Planner:
 
     def reserving(self, reserved_bytes: int, non_torch: ByteRange) -> dict[str, Any]:
         """The fields of an estimate that depend on reserved bytes."""
-        usable, taken = self.request.gpu.usable_bytes, process(reserved_bytes, non_torch, self.calibration.margin)
+        usable, taken = self.request.usable_bytes, process(reserved_bytes, non_torch, self.calibration.margin)
         return {
             "peak_reserved_bytes": reserved_bytes,
             "process": taken,
@@ -219,7 +219,7 @@ class Planner:
             if not isinstance(attempt, Attempt) or not attempt.ran:
                 found.append(None)
                 continue
-            reserved, most = attempt.peak_reserved_bytes, self.request.gpu.usable_bytes - each.non_torch.low_bytes
+            reserved, most = attempt.peak_reserved_bytes, self.request.usable_bytes - each.non_torch.low_bytes
             ran = self.ran(each, attempt, each.strategy)
             if reserved > most:
                 limited = AttemptJob(request=self.step_request(each.strategy), capacity_bytes=max(most, 1))
@@ -238,7 +238,7 @@ class Planner:
         nbytes = self.host(profile).node_bytes
         verdict = "DOES NOT FIT" if self.request.short_of_host(nbytes) else ran.verdict
         found = {"source": "recorded", "host_bytes": nbytes, "verdict": verdict}
-        return ran.model_copy(update=found | stepped(ran.strategy, self.recorded_step(ran, self.request.gpu)))
+        return ran.model_copy(update=found | stepped(ran.strategy, self.recorded_step(ran)))
 
     def step(
         self, strategy: Strategy, work: Work, gpu: Gpu | None = None, launches: Launches | None = None
@@ -247,8 +247,8 @@ class Planner:
         ratio = self.calibration.ratio(strategy) if gpu in (None, self.request.gpu) else None
         return step_time(work, strategy, gpu or self.request.gpu, self.request.cluster, ratio, launches)
 
-    def recorded_step(self, recorded: Estimate, gpu: Gpu) -> StepTime:
-        """The time of the same kernels on this GPU."""
+    def recorded_step(self, recorded: Estimate, gpu: Gpu | None = None) -> StepTime:
+        """The time of the same kernels; on another `gpu` as in `step`."""
         work = work_of(self.profiles[recorded.title].timeline, recorded.strategy)
         return self.step(recorded.strategy, work, gpu, self.launches[recorded.title])
 

@@ -172,7 +172,7 @@ def _begin(planner: Planner, option: Option, bases: Sequence[Option]) -> None:
 def _state(planner: Planner, option: Option) -> tuple[bool, int]:
     """Whether the GPU holds the option's state, and the least CPU memory of a machine, from its first attempt."""
     found, request = _first_attempt(planner, option), planner.request  # if it failed, `explore` reports why
-    most = request.gpu.usable_bytes - planner.non_torch(option.strategy).low_bytes
+    most = request.usable_bytes - planner.non_torch(option.strategy).low_bytes
     state = host_peak(found) if isinstance(found, Attempt) else 0
     holds = not isinstance(found, Attempt) or state_bytes(found) <= most
     return holds, node_bytes(state, request.cluster, request.samples)
@@ -193,9 +193,7 @@ def _least_optimizer_bytes(planner: Planner, option: Option) -> int:
 
 def _may_fit(planner: Planner, option: Option) -> bool:
     on_host, request = option.strategy.optimizer_in_cpu_memory, planner.request
-    return _least_optimizer_bytes(planner, option) <= (
-        request.host_memory_bytes if on_host else request.gpu.usable_bytes
-    )
+    return _least_optimizer_bytes(planner, option) <= (request.host_memory_bytes if on_host else request.usable_bytes)
 
 
 def _reject(planner: Planner, title: str, on_host: Collection[int]) -> None:
