@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from bigdit import libraries, log
-from bigdit.dist import World, asked_of_accelerate, processes_here
+from bigdit.dist import World, asked_of_accelerate, launcher_holds_store, processes_here
 from bigdit.documents import parse_json
 from bigdit.errors import UserError, refused
 from bigdit.files import WITHOUT_LOCKS
@@ -135,7 +135,7 @@ def _wait_for_port(address: tuple[str, int], seconds: float) -> None:
 def _connected(world: World, address: str, port: int, meeting: float) -> dist.TCPStore:
     """The run's store. The first process holds its server, unless a launcher does."""
     where, found = _where(address, port), Future[dist.TCPStore]()
-    holds = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    holds = world.is_main and not launcher_holds_store()
 
     def ask() -> None:
         try:
