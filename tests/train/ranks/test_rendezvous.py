@@ -34,29 +34,27 @@ def alone(rank, address, port, features, output, timeout=2, *, by=None):
     return errors[0]
 
 
-@pytest.mark.parametrize(
-    ("rank", "address", "by"), [(0, "127.0.0.1", None), (1, "127.0.0.1", None), (0, "[::1]", "bigdit train")]
-)
-def test_a_port_in_use_is_a_line(features, tmp_path, rank, address, by):
-    """For the first process, and for others, which another program does not answer."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        line = alone(rank, address, port, features, tmp_path, by=by)
-    where = f"{address}:{port} (--head, or MASTER_ADDR"
-    assert line.startswith(f"error: another program, or another rank 0, uses the port of {where}")
-
-
 @pytest.mark.slow
-def test_a_rendezvous_that_nobody_joins_is_a_line(features, tmp_path):
-    """Each waits alone: the first process, the second, and one with a problem of its own."""
-    began, stores = time.monotonic(), {0: features, 1: features, 2: tmp_path / "none"}
-    with ThreadPoolExecutor(len(stores)) as aside:  # they wait at the same time
-        *waiting, ended = [
-            aside.submit(alone, min(number, 1), "127.0.0.1", free_port(), store, tmp_path / str(number), timeout)
-            for (number, store), timeout in zip(stores.items(), (13, 14, 2), strict=True)
-        ]
+def test_processes_that_cannot_meet_end_with_a_line(features, tmp_path):
+    """All wait at the same time, each alone. Another program uses the port of the first process, of another, which
+    it does not answer, and of `bigdit train`; nobody joins the first process, or another; one has a problem of its
+    own."""
+    began = time.monotonic()
+    with ThreadPoolExecutor() as aside, socket.create_server(("127.0.0.1", 0)) as server:
+
+        def started(name, rank, port, store=features, timeout=2, *, address="127.0.0.1", by=None):
+            return aside.submit(alone, rank, address, port, store, tmp_path / name, timeout, by=by)
+
+        port = server.getsockname()[1]
+        used = {"127.0.0.1": [started("first", 0, port), started("other", 1, port)]}
+        used["[::1]"] = [started("by", 0, port, address="[::1]", by="bigdit train")]
+        waiting = [started("waits", 0, free_port(), timeout=13), started("joins", 1, free_port(), timeout=14)]
+        own = started("own", 1, free_port(), tmp_path / "none")
+        lines = [(address, each.result()) for address, several in used.items() for each in several]
+    in_use = "error: another program, or another rank 0, uses the port of"
+    assert all(line.startswith(f"{in_use} {address}:{port} (--head, or MASTER_ADDR") for address, line in lines), lines
     assert all("not all processes of the run connected to 127.0.0.1" in each.result() for each in waiting)
-    assert "holds no latents" in ended.result()
+    assert "holds no latents" in own.result()
     assert time.monotonic() - began < 120
 
 
