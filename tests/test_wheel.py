@@ -20,7 +20,7 @@ from wheels import wheel
 
 from bigdit.emulator.interpreter import cuda_python
 
-ASKED = ("--model", "dit-s-2-paper", "--gpu", "a40")
+ASKED = ("--model", "dit-s-2-paper", "--gpu", "a40", "--engine", "single", "--optimizer", "adamw")
 ON_GPU = "import torch; print(torch.zeros(1 << 20, device='cuda').device)"
 
 
