@@ -1,5 +1,8 @@
 """Tiny runs of the digits in this process."""
 
+import contextlib
+import io
+
 import yaml
 from commands import DIGITS, SINGLE, TINY, in_process, reading, with_set
 from safetensors.torch import load_file
@@ -50,6 +53,13 @@ def encoded_for(folder, model, vae, data, text=(), strategy=(), **encoders):
 def train_here(config, *overrides):
     """Train the run of a YAML in this process, by the command's own function."""
     assert launched(config, overrides) == 0
+
+
+def refusal(config, *overrides):
+    """What training says of the run of a YAML that it refuses."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        assert launched(config, overrides) == 1
+    return " ".join(printed.getvalue().split())
 
 
 def run_to(steps, output, features, *overrides):
