@@ -243,6 +243,21 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
     return list(_notices(trained, adapters, lora, math.sqrt(lost[0] / max(lost[1], 1e-30))))
 
 
+def rank_notices(model: nn.Module) -> list[str]:
+    """A line if ranks are above the smaller side of their layers."""
+    sides: list[tuple[int, int, str]] = []
+    for name, down in model.named_parameters():
+        if name.endswith(_DOWN):
+            up = model.get_parameter(name.replace(".lora_A.", ".lora_B."))
+            side = min(down.shape[1], len(up))
+            sides += [(side, len(down), name.removesuffix(_DOWN))] if len(down) > side else []
+    if not sides:
+        return []
+    side, rank, name = min(sides)
+    small = f"the smallest of {how_many(len(sides), 'layer')} below its rank"
+    return [f"strategy.lora: rank {rank} is set, and above {side} it adds nothing to {name}, {small}"]
+
+
 _TEXT_LAYER = re.compile(r"(text_encoders\.)?((?P<own>text_encoder(_2)?)\.|lora_te(?P<number>[12])_)(text_model[._])?")
 
 
