@@ -12,12 +12,11 @@ from torch import nn
 
 from bigdit import checkpoint, engines, models
 from bigdit.catalog import FAMILIES, batch_shape
-from bigdit.catalog.conditions import takes_more_channels
-from bigdit.catalog.families import objective_of
+from bigdit.catalog.families import objective_of, takes_more_channels
 from bigdit.catalog.resolve import model_of_arguments, read_model_config
-from bigdit.config import RunConfig, check
+from bigdit.config.check import check
 from bigdit.config.load import of_each
-from bigdit.config.run import CHECKPOINTS
+from bigdit.config.run import CHECKPOINTS, RunConfig
 from bigdit.dist import World
 from bigdit.engines import Ema, Engine
 from bigdit.errors import UserError
@@ -82,7 +81,7 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
         models.adapt_text(model, data.encoders.trained, strategy, seed=run.train.seed)
     sizes = () if plan is None else (plan.strategy.step_size, *plan.smaller)
     smaller = smaller_strategy(strategy, sizes, len(family.blocks(model)))
-    log_lines(world, snapshot_notices(run, model), notes=True)
+    log_lines(world, [*snapshot_notices(run, model), *models.rank_notices(model)], notes=True)
     if found is not None:
         checkpoint.load_weights(found, model)
     elif run.model.lora_from is not None and strategy.lora is not None:

@@ -88,14 +88,14 @@ def gpus(own_cache, tmp_path_factory):
     ids=["slices in CPU memory", "convolutions and masks", "lengths of texts"],
 )
 def test_a_plan_runs_compiled_blocks(gpus, spec, shape, more):
-    """With fewer kernels. The recorded step takes the bytes of one that is not recorded."""
+    """With a third fewer kernels. The recorded step takes the bytes of one that is not recorded."""
     plain, compiled = (
         StepRequest(model=spec, batch=shape, strategy=Strategy(compile_blocks=switch, **more))
         for switch in (False, True)
     )
     one, other = (gpus.attempt(each, counted="step") for each in (plain, compiled))
     ledger = gpus.profile(compiled).ledger
-    assert kernels(other) < kernels(one)
+    assert 3 * kernels(other) <= 2 * kernels(one)
     assert on_host(other) <= on_host(one)  # what the emulated GPU does for a kernel is no part of a step
     assert COMPILED in {each.operator for each in other.work.operators}  # also after a plain step of the same model
     assert 0.9 * flops(one) < flops(other) <= flops(one)  # the smallest products are in kernels with several operators

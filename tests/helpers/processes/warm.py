@@ -111,6 +111,9 @@ Executed, _executed_spawn = subprocess.Popen, multiprocessing.util.spawnv_passfd
 _seeds: dict[Path, Seed] = {}
 """By the folder of their interpreter."""
 _OWN = (Path(sys.prefix) / "bin").resolve()
+_is_tests_own = __name__ != "__main__"
+"""Whether this is no seed and no clone. A clone starts its few processes of emulated GPUs as usual: a seed imports more
+than they do."""
 
 
 def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
@@ -119,7 +122,7 @@ def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
     on_gpu = "BIGDIT_EMULATED_GPU" in environment
     home = _OWN.parents[1] / ".venv-cuda/bin" if on_gpu else _OWN
     observed = "BIGDIT_EMULATED_OUT" in environment
-    if folder == home and folder not in _seeds and not observed and __name__ != "__main__":
+    if folder == home and folder not in _seeds and not observed and _is_tests_own:
         own = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         own["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # read at import: else clones start a compiler that imports torch
         own.pop("PYTHONSAFEPATH", None)  # the seed imports from its own folder; each clone has its own setting
