@@ -287,6 +287,9 @@ def test_a_row_with_too_few_or_too_many_references_says_how_many_are_read(tmp_pa
     ]
     _, one, *_ = opened(str(tmp_path / "list.jsonl"), references=2, min_references=1).items(0, 9)
     assert len(one.load().references) == 1
+    _, one, two, *_ = opened(str(tmp_path / "list.jsonl"), references=3, min_references=2).items(0, 9)
+    assert reason(one) == "column reference names 1 image, and data.min_references is 2 (list.jsonl row 2)"
+    assert len(two.load().references) == 2
 
 
 @pytest.mark.parametrize("name", ["list.jsonl", "list.tsv"])
