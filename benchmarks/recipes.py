@@ -29,12 +29,10 @@ from tried.saved import saved
 
 from bigdit import catalog
 from bigdit.catalog import batch_shape
-from bigdit.catalog.conditions import class_count
-from bigdit.catalog.families import REFERENCE
+from bigdit.catalog.families import REFERENCE, class_count
 from bigdit.checkpoint import latest
-from bigdit.config import load_run
 from bigdit.config.data import Bucket
-from bigdit.config.load import load_stages
+from bigdit.config.load import load_run, load_stages
 from bigdit.config.run import RECEIPT, receipt_of
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.fake_weights import lay_out

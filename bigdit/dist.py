@@ -70,6 +70,11 @@ def processes_here() -> int | None:
     return int(found) if found.isdigit() and int(found) else None
 
 
+def launcher_holds_store() -> bool:
+    """Whether the store of all processes is not rank 0's: torchrun's, and that of `bigdit train` on one machine."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def asked_of_accelerate() -> dict[str, str]:
     """The options of ACCELERATE that differ from their defaults; empty for other launchers."""
     found = {option: (os.environ.get(variable, ""), default) for option, (variable, default) in ACCELERATE.items()}

@@ -15,7 +15,8 @@ import sys
 import traceback
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from threading import Timer
 
 from bigdit import machine
 
@@ -118,12 +119,31 @@ def guard(main: Callable[[], int | None]) -> int:
     prepare_streams()
     if os.environ.get("TORCH_LOGS") == "":  # torch 2.13 cannot be imported with an empty value
         del os.environ["TORCH_LOGS"]
-    status = _guarded(main)
+    with _interrupted_again():
+        status = _guarded(main)
     lost_stream("stderr")
     if lost := lost_stream("stdout"):
         _print(f"error: output: {lost}")
         return status or EXIT_USER
     return status
+
+
+@contextmanager
+def _interrupted_again() -> Iterator[None]:
+    """Where Python would print and drop a Ctrl-C, in finalizers and in calls from C, it interrupts again."""
+    before = sys.unraisablehook
+
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if issubclass(what.exc_type, KeyboardInterrupt):
+            Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()  # when this call has returned
+        else:
+            before(what)
+
+    sys.unraisablehook = dropped
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _print(text: str) -> None:

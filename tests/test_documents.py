@@ -13,8 +13,7 @@ from plan_files import plan_of, write
 
 from bigdit.catalog.resolve import read_model_config
 from bigdit.commands.extract import _parse as parse_resources
-from bigdit.config import load_run
-from bigdit.config.load import parse_strategy, read_ds_config
+from bigdit.config.load import load_run, parse_strategy, read_ds_config
 from bigdit.config.plan_file import read_plan_file
 from bigdit.documents import parse_json, parse_yaml
 from bigdit.errors import UserError

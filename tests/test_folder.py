@@ -13,11 +13,9 @@ def test_no_process_takes_another_checkout_or_a_module_of_the_users_for_its_own(
     short = ("train.steps=1", "train.warmup_steps=0", "output=run")
     own = [*TINY, *SINGLE, *short, f"data.images={images}", "data.features=features"]
     two = ("strategy.engine=fsdp2", "strategy.world_size=2")
-    asked = ("--model", "dit-s-8", "--gpu", "a40", "--strategy", "single")
     environment = environment_with({"BIGDIT_CACHE": str(empty_cache(tmp_path / "cache"))})
     for command in (
-        ("profile", *asked),
-        ("bench", "memory", *asked, "--micro-batch", "1"),
+        ("profile", "--model", "dit-s-8", "--gpu", "a40", "--strategy", "single"),
         ("extract", "--config", DIGITS, *with_set(own)),
         ("train", "--config", DIGITS, *with_set([*own, *two])),
     ):

@@ -20,7 +20,7 @@ from wheels import wheel
 
 from bigdit.emulator.interpreter import cuda_python
 
-ASKED = ("--model", "dit-s-2-paper", "--gpu", "a40")
+ASKED = ("--model", "dit-s-2-paper", "--gpu", "a40", "--engine", "single", "--optimizer", "adamw")
 ON_GPU = "import torch; print(torch.zeros(1 << 20, device='cuda').device)"
 
 
@@ -30,14 +30,28 @@ def git(*words):
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
+def built(tmp_path_factory):
+    """The tracked files, the sdist and the wheel of them, and what building printed."""
+    source = tmp_path_factory.mktemp("built")
+    ours = [name for name in git("ls-files").splitlines() if not name.startswith(".")]
+    for name in ours:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    build = "import setuptools.build_meta as b; b.build_sdist('out'); b.build_wheel('out')"
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=240, check=False
+    )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
+    return ours, *sorted((source / "out").iterdir(), key=lambda file: file.suffix), printed
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory, built):
     """Run commands away from the checkout with the `bigdit` of a fresh environment that has the wheel and this one's
     packages. `bigdit setup` has run there."""
     folder = tmp_path_factory.mktemp("wheel")
-    source, wheels, environment = folder / "source", folder / "wheels", folder / "environment"
-    shutil.copytree(ROOT / "bigdit", source / "bigdit", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    environment = folder / "environment"
     venv.create(environment, symlinks=True)
     python = environment / "bin/python"
     links = wheel(
@@ -61,8 +75,7 @@ def installed(tmp_path_factory):
         return done.stdout
 
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source)
-    (ours,) = wheels.iterdir()
+    _, _, ours, _ = built
     run(*pip, "--python", python, "install", "--quiet", "--no-deps", "--no-index", ours)
     # Folders in a .pth file come after the environment's own. Their .pth files, such as that of an editable checkout,
     # are not read.
@@ -82,20 +95,9 @@ def _cuda_packages():
 
 
 @pytest.mark.slow
-def test_the_sdist_is_the_whole_project_and_wheels_lose_no_package(tmp_path):
-    ours = [name for name in git("ls-files").splitlines() if not name.startswith(".")]
-    for name in ours:
-        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / "source" / name)
-    build = "import setuptools.build_meta as b; b.build_sdist('out'); b.build_wheel('out')"
-    done = subprocess.run(
-        [sys.executable, "-c", build],
-        cwd=tmp_path / "source", capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    printed = done.stdout + done.stderr
-    assert done.returncode == 0, printed
+def test_the_sdist_is_the_whole_project_and_wheels_lose_no_package(built):
+    ours, sdist, wheel, printed = built
     assert "would be ignored" not in printed
-    sdist, wheel = sorted((tmp_path / "source/out").iterdir(), key=lambda file: file.suffix)
     with tarfile.open(sdist) as packed:
         source = {name.partition("/")[2] for name in packed.getnames()}
     assert [name for name in ours if name not in source] == []

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from bigdit import catalog
-from bigdit.config import RunConfig
 from bigdit.config.data import frames_of
 from bigdit.config.load import parse_run, read_stages
+from bigdit.config.run import RunConfig
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.emulation import EmulatedRun
 from bigdit.emulator.interpreter import cuda_python
@@ -77,17 +78,25 @@ def extracted(found: Recipe, hub: Path, folder: Path, each: int, *changed: str, 
     """Run `bigdit extract` on the recipe's GPUs, in `folder`, for this many samples of each size. Returns what its
     processes took. Without `values` it is faster, and a pipeline that keeps the tokens of a mask, such as
     Qwen-Image's, keeps none."""
+    asked = asked_of(found, hub, folder, each, *changed, values=values)
+    with contextlib.chdir(folder), workplace() as place, asked as (command, environment):
+        return run_emulated(command, [environment], place)
+
+
+@contextlib.contextmanager
+def asked_of(
+    found: Recipe, hub: Path, folder: Path, each: int, *changed: str, values: bool = True
+) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """The command that is `extracted`, and its environment."""
     weights = weights_in(hub, found)
     _file(found, folder).write_text(found.text.replace(found.weights, str(weights)))
     count = make_samples(parse_run(stages_of(found)[-1], found.name), folder, each)
     own = [f"data.part_size={-(-count // found.processes)}", *changed]
     command = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "extract"]
     command += ["--config", f"{found.name}.yaml", *(part for change in own for part in ("--set", change))]
-    gpu = catalog.resolve_gpu(found.about.gpu)
-    with workplace() as place, shared_state() as state, contextlib.chdir(folder):
-        environment = emulated_environment(gpu, found.processes, state, values=values)
-        path = os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))
-        return run_emulated(command, [environment | {"PYTHONPATH": path}], place)
+    with shared_state() as state:
+        environment = emulated_environment(catalog.resolve_gpu(found.about.gpu), found.processes, state, values=values)
+        yield command, environment | {"PYTHONPATH": os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))}
 
 
 def weights_in(hub: Path, found: Recipe) -> Path:

@@ -1,4 +1,4 @@
-"""Conditions of models (classes, first frames, references, control images), and whether runs and caches have them."""
+"""Why a model cannot take the classes, first frames, references or masked images of a run or a cache."""
 
 from __future__ import annotations
 
@@ -6,56 +6,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigdit.catalog.families import (
+    CONTROLNET,
     FAMILIES,
     PACKING,
-    Inputs,
-    begins_with_an_image,
+    can_take_first_frame,
+    class_count,
     editor_of,
+    embeds_first_frame,
     fills,
     is_controlled,
+    no_class,
+    takes_classes,
+    takes_first_frame,
+    takes_more_channels,
 )
 from bigdit.catalog.models import CatalogModel, models
 from bigdit.config.run import RunConfig
 from bigdit.strategy import ControlNetSpec, ModelSpec
 from bigdit.units import how_many
 
-IMAGE_CONDITION = "image_condition"
-"""An extra of a batch: a mask, 1 where a latent frame is given, and the latents of the first frame."""
-IMAGE_EMBEDS = "image_embeds"
-"""An extra: an image encoder's embeddings of that frame."""
-IMAGE_ENCODER = "image_encoder"
-"""The image encoder in a pipeline's folder."""
 TEXT_TOKENS = 512
 """The text states of a Wan model with image embeddings: its blocks take all states before these as the image's.
 Source: diffusers 0.42.1, WanAttnProcessor."""
 
 
-def takes_first_frame(model: ModelSpec) -> bool:
-    """Whether the model always needs the first frame of its videos."""
-    return begins_with_an_image(model) and FAMILIES[model.class_name].first_frame
-
-
-def can_take_first_frame(model: ModelSpec) -> bool:
-    """Whether the model can take the first frame of its videos."""
-    inputs = FAMILIES.get(model.class_name, Inputs())
-    return takes_first_frame(model) or inputs.blank or (inputs.keeps_first and not begins_with_an_image(model))
-
-
-def embeds_first_frame(model: ModelSpec) -> bool:
-    """Whether the model takes an image encoder's embeddings of the first frame."""
-    inputs = FAMILIES[model.class_name]
-    return inputs.image_dim is not None and (inputs.blank or model.kwargs.get(inputs.image_dim) is not None)
-
-
-def takes_more_channels(model: ModelSpec) -> bool:
-    """Whether the model's input has more channels than latents: for a reference, a masked image or a first frame."""
-    blank = model.class_name in FAMILIES and FAMILIES[model.class_name].blank
-    return blank or takes_first_frame(model) or is_controlled(model) or fills(model)
-
-
 def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     """Why the model cannot take the run's first frame."""
-    asked, needed = run.encoders.first_frame, takes_first_frame(model) or _listed_with_first_frame(model)
+    asked, known = run.encoders.first_frame, _listed(model)
+    needed = takes_first_frame(model) or (known is not None and known.first_frame)
     dropout = run.data.first_frame_dropout
     if asked is None:
         if not needed:
@@ -83,8 +61,9 @@ def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     return []
 
 
-def _listed_with_first_frame(model: ModelSpec) -> bool:
-    return any(each.first_frame for each in models() if each.name == model.name)
+def _listed(model: ModelSpec) -> CatalogModel | None:
+    """The catalogue's model of this name, if there is one."""
+    return next((each for each in models() if each.name == model.name), None)
 
 
 def first_frame_misfits(
@@ -114,17 +93,9 @@ def first_frame_misfits(
     return problems
 
 
-CONTROLNET = "controlnet"
-"""The name of a ControlNet in its model, and in an export."""
-
-
-LOSS_MASK = "loss_mask"
-"""An extra: the weight of the loss at each place of the latents [B, H, W]."""
-
-
 def reference_misfits(model: ModelSpec, found: int) -> list[str]:
     """Why the model cannot take samples that are edits of `found` images."""
-    known = next((each for each in models() if each.name == model.name), None)
+    known = _listed(model)
     least = int(is_controlled(model)) if known is None else known.references
     named, most = most_references(model)
     if found > most:
@@ -136,9 +107,9 @@ def reference_misfits(model: ModelSpec, found: int) -> list[str]:
 
 def most_references(model: ModelSpec) -> tuple[str, int]:
     """The most images that a sample can be an edit of, after the name that says so: the model's pipeline or class."""
-    editor = next((each.editor for each in models() if each.name == model.name), None)
-    if editor is not None:
-        return editor, editor_of(editor).references
+    known = _listed(model)
+    if known is not None and known.editor is not None:
+        return known.editor, editor_of(known.editor).references
     return model.class_name, FAMILIES[model.class_name].references if model.class_name in FAMILIES else 0
 
 
@@ -148,7 +119,7 @@ def controlnet_problems(model: ModelSpec, asked: ControlNetSpec) -> list[str]:
     if inputs is None or inputs.controlnet is None:
         have = ", ".join(name for name, each in FAMILIES.items() if each.controlnet)
         return [f"bigdit trains no ControlNet of {model.class_name}; {have} have one"]
-    known = next((each for each in models() if each.name == model.name), None)
+    known = _listed(model)
     if takes_more_channels(model) or (known is not None and known.references):
         return [
             f"{model.name} takes an image itself, and ControlNets are for models that take only text; name its base"
@@ -185,15 +156,6 @@ def _reference_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     return [f"data.references gives {each}; {fix}" for each in reference_misfits(model, run.data.references)]
 
 
-FILL = "fill"
-"""An extra: the latents of an image whose masked part is gray, then the mask: a channel for each pixel of a latent."""
-
-
-def fill_channels(channels: int, downsample: int) -> int:
-    """The channels of a masked image and its mask. `channels`: of latents; `downsample`: their pixels per side."""
-    return channels + downsample**2
-
-
 def fill_misfits(model: ModelSpec, found: int) -> list[str]:
     """Why the model cannot take samples with `found` channels of masked images and masks."""
     if not fills(model):
@@ -210,28 +172,6 @@ def _fill_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     if run.data.fill:
         return [f"data.fill is true, and {model.name} takes no masked images; leave it out"]
     return [f"{model.name} takes masked images, and data.fill is false; set it to true"]
-
-
-CLASS_LABEL = "class_label"
-"""The name of class labels among a batch's extras."""
-DEFAULT_CLASSES = 1000
-"""The classes of ImageNet, the default of DiT and PaperDiT."""
-
-
-def takes_classes(model: ModelSpec) -> bool:
-    """Whether the model takes a class instead of text."""
-    return model.class_name in FAMILIES and CLASS_LABEL in FAMILIES[model.class_name].extras
-
-
-def class_count(model: ModelSpec) -> int:
-    """The number of classes of a model that takes them."""
-    known = model.kwargs.get(FAMILIES[model.class_name].classes or "")
-    return known if isinstance(known, int) else DEFAULT_CLASSES
-
-
-def no_class(model: ModelSpec) -> int | None:
-    """The label for no class, which follows the last class; None if a model has none."""
-    return class_count(model) if takes_classes(model) and model.kwargs.get("null_class", True) else None
 
 
 def class_misfits(model: ModelSpec, classes: list[str] | int) -> list[str]:

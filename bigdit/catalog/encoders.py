@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -70,8 +70,8 @@ class OnlineEncoders(Strict):
         return (*pooled, *(each for name in streams for each in (name, mask_of(name))))
 
 
-class _Part(NamedTuple):
-    """One encoder of a recipe. `tokens`: None for the model's number. `positions`: if they differ from its class's.
+class Part(Strict):
+    """One encoder of a model. `tokens`: None for the model's number. `positions`: if they differ from its class's.
     A `stream` of several layers has those that the model reads."""
 
     name: str
@@ -85,56 +85,11 @@ class _Part(NamedTuple):
     positions: int | None = None
 
 
-# Keys: encoder and width in a model's entry.
-# Source: diffusers 0.42.1, `encode_prompt` of the family's pipeline. Sana's pipeline can put an instruction before the
-# caption; here there is none.
-_RECIPES: dict[tuple[str, int], tuple[_Part, ...]] = {
-    ("t5-v1_1-xxl", 4096): (_Part("t5-v1_1-xxl"),),
-    ("umt5-xxl", 4096): (_Part("umt5-xxl"),),
-    ("gemma-2-2b-it (decoder)", 2304): (_Part("gemma-2-2b"),),
-    ("gemma-2-2b", 2304): (_Part("gemma-2-2b", layers=(-2,)),),
-    ("gemma-2b", 2048): (_Part("gemma-2b", layers=(-2,)),),
-    ("t5gemma-2b", 2304): (_Part("t5gemma-2b"),),
-    ("t5-v1_1-xxl + clip-l pooled", 4096): (_Part("t5-v1_1-xxl"), _Part("clip-l", "pooled", 77)),
-    ("clip-l + clip-g + t5-v1_1-xxl", 4096): (
-        _Part("clip-l", "both", 77, layers=(-2,), class_name="CLIPTextModelWithProjection"),
-        _Part("clip-g", "both", 77, layers=(-2,)),
-        _Part("t5-v1_1-xxl", tokens=256),
-    ),
-    ("Qwen2.5-VL-7B", 3584): (_Part("qwen2.5-vl-7b", layers=(-1,), skip=34),),
-    ("Qwen2.5-VL-7B (padded within its template)", 3584): (_Part("qwen2.5-vl-7b", layers=(-1,), skip=36, cut=5),),
-    ("Qwen2.5-VL-7B + clip-l pooled", 3584): (
-        _Part("qwen2.5-vl-7b", layers=(-1,), skip=128),
-        _Part("clip-l", "pooled", 77),
-    ),
-    ("Qwen3-1.7B", 2048): (_Part("qwen3-1.7b", skip=28),),
-    ("Mistral-Small-3 (24B)", 15360): (_Part("mistral-small-3", layers=(10, 20, 30)),),
-    ("Qwen3-4B", 2560): (_Part("qwen3-4b", layers=(-2,)),),
-    ("Qwen3-4B", 7680): (_Part("qwen3-4b", layers=(9, 18, 27)),),
-    ("Qwen3-VL-4B (12 layers tapped)", 12 * 2560): (_Part("qwen3-vl-4b", layers=tuple(range(2, 36, 3)), skip=34),),
-    ("llava-llama-3-8b + clip-l", 4096): (
-        _Part("llama-3-8b", layers=(-3,), skip=95),
-        _Part("clip-l", "pooled", 77),
-    ),
-    ("chinese-clip BERT-large (1024) + mT5-xl (2048)", 2048): (
-        _Part("bert-large-chinese-clip", tokens=77, stream="clip_text"),
-        _Part("mt5-xl"),
-    ),
-    ("Qwen2.5-VL-7B (+ ByT5 for rendered text)", 3584): (
-        _Part("qwen2.5-vl-7b", layers=(-3,), skip=34),
-        _Part("byt5-small", tokens=128, stream="glyph_text"),
-    ),
-    ("Qwen2.5-VL-7B, asked to describe a video (+ ByT5 for rendered text)", 3584): (
-        _Part("qwen2.5-vl-7b", layers=(-3,), skip=108),
-        _Part("byt5-small", tokens=256, stream="glyph_text"),
-    ),
-    ("clip-l+clip-g+t5-xxl+llama-3.1-8b", 4096): (
-        _Part("clip-l", "pooled", class_name="CLIPTextModelWithProjection", positions=248),
-        _Part("clip-g", "pooled", positions=248),
-        _Part("t5-v1_1-xxl"),
-        _Part("llama-3.1-8b", tokens=128, stream="llama_text"),
-    ),
+_RECIPES = {
+    (each["encoder"], each["dim"]): tuple(Part.model_validate(part) for part in each["parts"])
+    for each in load_json("families.json")["text"]
 }
+"""The parts by encoder and width in a model's entry."""
 
 # VAEs that trainers cast to the training dtype; others stay in fp32, against overflows.
 # Source: diffusers' examples/dreambooth/train_dreambooth_lora_sana.py (fp32), train_dreambooth_flux.py (cast).
@@ -198,7 +153,7 @@ def _text_encoders(model: CatalogModel, batch: BatchShape) -> tuple[TextEncoderS
     return tuple(_text_encoder(part, part.tokens or batch.text[0], streams) for part in recipe)
 
 
-def _text_encoder(part: _Part, tokens: int, streams: dict[str, tuple[int, int]]) -> TextEncoderSpec:
+def _text_encoder(part: Part, tokens: int, streams: dict[str, tuple[int, int]]) -> TextEncoderSpec:
     entry = load_json("models.json")["text_encoders"][part.name]
     states, _ = streams.get(part.stream or "", (tokens, 0))
     in_rows = states > tokens  # HiDream's Llama: the states of each layer, without the embedding

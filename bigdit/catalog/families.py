@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from bigdit.catalog.names import refusal
+from pydantic import Field
+
+from bigdit.catalog.names import load_json, refusal
 from bigdit.errors import nearest
-from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec, ObjectiveSpec
+from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec, ObjectiveSpec
 from bigdit.strategy import ModelSpec, Strict
 
 
@@ -25,7 +27,9 @@ class Stream(Strict):
 
 
 class Inputs(Strict):
-    """The inputs of a family, other than latents and t.
+    """The inputs of a family, other than latents and t, from `families.json`.
+
+    `pipeline`: the diffusers pipeline with its VAE and text encoders.
 
     Text: `text_dim`, `text_tokens` and `text_layers` are constructor arguments: the width of the embeddings (the first
     of a list; None without text), their fixed number, and the number of layers in them. `joined`: layers of the text
@@ -43,9 +47,10 @@ class Inputs(Strict):
 
     Blocks: `depths`: the lists of equal blocks in the order of the forward pass, with the arguments for their lengths.
     `even`: the number is even, and skips join the halves. `routed`: tokens go to experts, so memory varies with values.
-    `objective`: the default.
+    `objective`: the default. `source`: that of the figures.
     """
 
+    pipeline: str | None = None
     text_dim: str | None = None
     text_tokens: str | None = None
     text_layers: str | None = None
@@ -70,7 +75,8 @@ class Inputs(Strict):
     even: bool = False
     routed: bool = False
     by_text: bool = False
-    objective: FlowMatchingSpec | DdpmSpec = FlowMatchingSpec()
+    objective: Annotated[FlowMatchingSpec | DdpmSpec, Field(discriminator="name")] = FlowMatchingSpec()
+    source: str | None = None
 
     @property
     def further_inputs(self) -> tuple[str, ...]:
@@ -82,6 +88,20 @@ PACKING = 2
 """Latents per side that are packed into one, outside of a model that `packs`."""
 REFERENCE = "reference"
 """An extra of a batch, [B, references, C, H, W]: the latents of the images that a sample is an edit of."""
+IMAGE_CONDITION = "image_condition"
+"""An extra of a batch: a mask, 1 where a latent frame is given, and the latents of the first frame."""
+IMAGE_EMBEDS = "image_embeds"
+"""An extra: an image encoder's embeddings of that frame."""
+IMAGE_ENCODER = "image_encoder"
+"""The image encoder in a pipeline's folder."""
+FILL = "fill"
+"""An extra: the latents of an image whose masked part is gray, then the mask: a channel for each pixel of a latent."""
+LOSS_MASK = "loss_mask"
+"""An extra: the weight of the loss at each place of the latents [B, H, W]."""
+CLASS_LABEL = "class_label"
+"""The name of class labels among a batch's extras."""
+CONTROLNET = "controlnet"
+"""The name of a ControlNet in its model, and in an export."""
 
 
 def mask_of(stream: str) -> str:
@@ -122,159 +142,13 @@ def _last(value: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
-DDPM = DdpmSpec()
-"""ε, betas from 0.0001 to 0.02 over 1000 timesteps, and the variance where a model has one. Source: Peebles & Xie,
-arXiv:2212.09748, section 4; the code of PixArt-α and PixArt-Σ."""
-
-_HUNYUAN_DIT = DdpmSpec(prediction="v", betas="scaled_linear", beta_start=0.00085, beta_end=0.018)
-"""Of version 1.2; `--beta-end 0.03` up to 1.1, whose models take a style. Source: hydit/train.sh, the README and the
-error of hydit/inference.py in Tencent/HunyuanDiT."""
-
-_COGVIEW3 = DdpmSpec(
-    prediction="v", betas="scaled_linear", beta_start=0.00085, beta_end=0.012, snr_shift=4.0, zero_terminal_snr=True
-)
-"""Source: ZeroSNRDiffusionLoss, weighed to be v's error, and cogview3_plus.yaml in THUDM/CogView3; the scheduler of
-diffusers' scripts/convert_cogview3_to_diffusers.py."""
-
 _STYLED = "use_style_cond_and_image_meta_size"  # true where a model does not say
 
-_TWO_LISTS = {"transformer_blocks": "num_layers", "single_transformer_blocks": "num_single_layers"}
+_LISTED = load_json("families.json")
 
-FAMILIES: dict[str, Inputs] = {
-    "SanaTransformer2DModel": Inputs(text_dim="caption_channels", controlnet="SanaControlNetModel"),
-    "SanaVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
-    "CogVideoXTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True, first_frame=True),
-    "WanTransformer3DModel": Inputs(
-        text_dim="text_dim",
-        video=True,
-        first_frame=True,
-        keeps_first=True,
-        image_dim="image_dim",
-        image_tokens=257,  # of CLIP ViT-H/14 on 224 × 224 pixels: 16² patches and the class token
-        depths={"blocks": "num_layers"},
-    ),
-    "HunyuanVideoTransformer3DModel": Inputs(
-        text_dim="text_embed_dim", extras=("pooled_text",), video=True, depths=_TWO_LISTS
-    ),
-    "HunyuanVideo15Transformer3DModel": Inputs(
-        text_dim="text_embed_dim",
-        streams={"glyph_text": Stream(dim="text_embed_2_dim", tokens=256)},
-        video=True,
-        blank=True,
-        image_dim="image_embed_dim",
-        image_tokens=729,  # of SigLIP SO400M/14 on 384 × 384 pixels: 27² patches
-    ),
-    "Kandinsky5Transformer3DModel": Inputs(
-        text_dim="in_text_dim",
-        pooled_dim="in_text_dim2",
-        extras=("pooled_text",),
-        video=True,
-        by_text=True,
-        depths={
-            "text_transformer_blocks": "num_text_blocks",
-            "visual_transformer_blocks": "num_visual_blocks",
-        },
-    ),
-    "LTXVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True, keeps_first=True),
-    "MochiTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True, by_text=True),
-    "QwenImageTransformer2DModel": Inputs(
-        text_dim="joint_attention_dim", packs=True, references=3, controlnet="QwenImageControlNetModel"
-    ),
-    "ZImageTransformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "n_layers"}, by_text=True),
-    "Krea2Transformer2DModel": Inputs(text_dim="text_hidden_dim", text_layers="num_text_layers", packs=True),
-    "PRXTransformer2DModel": Inputs(text_dim="context_in_dim", depths={"blocks": "depth"}),
-    "CogView4Transformer2DModel": Inputs(text_dim="text_embed_dim", by_text=True),
-    "CogView3PlusTransformer2DModel": Inputs(text_dim="text_embed_dim", objective=_COGVIEW3),
-    "HunyuanImageTransformer2DModel": Inputs(
-        text_dim="text_embed_dim",
-        streams={"glyph_text": Stream(dim="text_embed_2_dim", tokens=128, optional=True)},
-        depths=_TWO_LISTS,
-    ),
-    "HiDreamImageTransformer2DModel": Inputs(
-        text_dim="caption_channels",
-        pooled_dim="text_emb_dim",
-        extras=("pooled_text",),
-        streams={"llama_text": Stream(dim="caption_channels", tokens=128, layers="llama_layers")},
-        depths={"double_stream_blocks": "num_layers", "single_stream_blocks": "num_single_layers"},
-        routed=True,
-    ),
-    "DiTTransformer2DModel": Inputs(
-        extras=("class_label",), classes="num_embeds_ada_norm", square=True, objective=DDPM
-    ),
-    "PaperDiT": Inputs(
-        extras=("class_label",),
-        classes="num_classes",
-        square=True,
-        fixed=True,
-        depths={"blocks": "depth"},
-        objective=DDPM,
-    ),
-    "PixArtTransformer2DModel": Inputs(text_dim="caption_channels", objective=DDPM),
-    "SD3Transformer2DModel": Inputs(
-        text_dim="joint_attention_dim", extras=("pooled_text",), controlnet="SD3ControlNetModel"
-    ),
-    "FluxTransformer2DModel": Inputs(
-        text_dim="joint_attention_dim",
-        extras=("pooled_text",),
-        packs=True,
-        references=1,
-        fill=True,
-        controlnet="FluxControlNetModel",
-        depths=_TWO_LISTS,
-    ),
-    "ChromaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
-    "OvisImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
-    "LongCatImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
-    "BriaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
-    "Flux2Transformer2DModel": Inputs(
-        text_dim="joint_attention_dim", joined=3, packs=True, references=10, depths=_TWO_LISTS
-    ),
-    "AuraFlowTransformer2DModel": Inputs(
-        text_dim="joint_attention_dim",
-        depths={"joint_transformer_blocks": "num_mmdit_layers", "single_transformer_blocks": "num_single_dit_layers"},
-    ),
-    "HunyuanDiT2DModel": Inputs(
-        text_dim="cross_attention_dim_t5",
-        text_tokens="text_len_t5",
-        streams={"clip_text": Stream(dim="cross_attention_dim", tokens="text_len")},
-        depths={"blocks": "num_layers"},
-        even=True,
-        objective=_HUNYUAN_DIT,
-    ),
-    "Lumina2Transformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "num_layers"}, by_text=True),
-    "LuminaNextDiT2DModel": Inputs(text_dim="cross_attention_dim", depths={"layers": "num_layers"}),
-}
+FAMILIES: dict[str, Inputs] = {name: Inputs.model_validate(each) for name, each in _LISTED["families"].items()}
 
-PIPELINES = {
-    "AuraFlowTransformer2DModel": "AuraFlowPipeline",
-    "BriaTransformer2DModel": "BriaPipeline",
-    "ChromaTransformer2DModel": "ChromaPipeline",
-    "CogVideoXTransformer3DModel": "CogVideoXPipeline",
-    "CogView3PlusTransformer2DModel": "CogView3PlusPipeline",
-    "CogView4Transformer2DModel": "CogView4Pipeline",
-    "FluxTransformer2DModel": "FluxPipeline",
-    "HiDreamImageTransformer2DModel": "HiDreamImagePipeline",
-    "HunyuanDiT2DModel": "HunyuanDiTPipeline",
-    "HunyuanImageTransformer2DModel": "HunyuanImagePipeline",
-    "HunyuanVideo15Transformer3DModel": "HunyuanVideo15Pipeline",
-    "HunyuanVideoTransformer3DModel": "HunyuanVideoPipeline",
-    "Kandinsky5Transformer3DModel": "Kandinsky5T2VPipeline",
-    "Krea2Transformer2DModel": "Krea2Pipeline",
-    "LTXVideoTransformer3DModel": "LTXPipeline",
-    "LongCatImageTransformer2DModel": "LongCatImagePipeline",
-    "Lumina2Transformer2DModel": "Lumina2Pipeline",
-    "LuminaNextDiT2DModel": "LuminaPipeline",
-    "OvisImageTransformer2DModel": "OvisImagePipeline",
-    "MochiTransformer3DModel": "MochiPipeline",
-    "PRXTransformer2DModel": "PRXPipeline",
-    "PixArtTransformer2DModel": "PixArtSigmaPipeline",
-    "QwenImageTransformer2DModel": "QwenImagePipeline",
-    "SD3Transformer2DModel": "StableDiffusion3Pipeline",
-    "SanaTransformer2DModel": "SanaPipeline",
-    "SanaVideoTransformer3DModel": "SanaVideoPipeline",
-    "WanTransformer3DModel": "WanPipeline",
-    "ZImageTransformer2DModel": "ZImagePipeline",
-}
+PIPELINES = {name: each.pipeline for name, each in FAMILIES.items() if each.pipeline is not None}
 """The diffusers pipeline with the VAE and the text encoders of a class."""
 
 
@@ -341,41 +215,19 @@ def pipeline_of(class_name: str, text_dim: int | None) -> str | None:
     return PIPELINES.get(class_name) or _BY_WIDTH.get((class_name, text_dim or 0))
 
 
-_COGVIDEOX = DdpmSpec(prediction="v", betas="scaled_linear", beta_start=0.00085, beta_end=0.012, zero_terminal_snr=True)
-_SHIFTED = FlowMatchingSpec(shift=3.0)
-
 PUBLISHED: dict[str, FlowMatchingSpec | DdpmSpec] = {
-    **dict.fromkeys(("sana-600m-512", "sana-600m-1024", "sana-1600m-512", "sana-1600m-1024"), _SHIFTED),
-    **dict.fromkeys(("sana-1600m-2048", "sana-1600m-4096"), _SHIFTED),
-    **dict.fromkeys(("sana-1.5-1600m-1024", "sana-1.5-3200m-1024", "sana-1.5-4800m-1024"), _SHIFTED),
-    **dict.fromkeys(("sd3-medium", "sd3.5-medium", "sd3.5-large"), _SHIFTED),
-    **dict.fromkeys(("wan2.1-t2v-1.3b", "wan2.1-t2v-14b", "wan2.1-i2v-14b-480p"), _SHIFTED),
-    "wan2.2-t2v-a14b-high": FlowMatchingSpec(shift=12.0, t_range=(0.875, 1.0)),
-    "wan2.2-t2v-a14b-low": FlowMatchingSpec(shift=12.0, t_range=(0.0, 0.875)),
-    "wan2.2-i2v-a14b-high": FlowMatchingSpec(shift=5.0, t_range=(0.9, 1.0)),
-    "wan2.2-i2v-a14b-low": FlowMatchingSpec(shift=5.0, t_range=(0.0, 0.9)),
-    **dict.fromkeys(
-        ("flux.1-dev", "flux.1-kontext-dev", "flux.1-canny-dev", "flux.1-depth-dev", "flux.1-fill-dev"),
-        FlowMatchingSpec(shift=ExponentialShift()),
-    ),
-    "flux.1-schnell": FlowMatchingSpec(),
-    **dict.fromkeys(
-        ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus"),
-        FlowMatchingSpec(shift=ExponentialShift(max_tokens=8192, max_mu=0.9)),
-    ),
-    "cogvideox-2b": _COGVIDEOX.model_copy(update={"snr_shift": 3.0}),
-    **dict.fromkeys(("cogvideox-5b", "cogvideox1.5-5b", "cogvideox-5b-i2v", "cogvideox1.5-5b-i2v"), _COGVIDEOX),
+    name: Inputs(objective=each["objective"]).objective
+    for each in _LISTED["published"]
+    for name in each["models"].split()
 }
-"""Objectives of published models that differ from their family's: shift and noise of the scheduler in the model's own
-repository. Kontext's is FluxKontextPipeline's default. Wan 2.1's shift is for 480 pixels; its README has 5 for 720. Wan
-2.2's experts: sample_shift and boundary of wan_t2v_A14B.py and wan_i2v_A14B.py in Wan-Video/Wan2.2, wan/configs."""
+"""Objectives of published models that differ from their family's."""
 
 
 def family_objective(model: ModelSpec) -> FlowMatchingSpec | DdpmSpec:
     """The objective of the class."""
-    if model.class_name == "HunyuanDiT2DModel" and model.kwargs.get(_STYLED, True):
-        return _HUNYUAN_DIT.model_copy(update={"beta_end": 0.03})
-    return FAMILIES.get(model.class_name, Inputs()).objective
+    found = FAMILIES.get(model.class_name, Inputs()).objective
+    styled = model.class_name == "HunyuanDiT2DModel" and model.kwargs.get(_STYLED, True)
+    return found.model_copy(update={"beta_end": 0.03}) if styled else found
 
 
 def objective_of(model: ModelSpec, asked: ObjectiveSpec | None) -> ObjectiveSpec:
@@ -477,3 +329,51 @@ def begins_with_an_image(spec: ModelSpec) -> bool:
     wider = isinstance(channels, int) and isinstance(out, int) and channels > out
     given = wider or any(spec.kwargs.get(key) is not None for key in ("image_dim", "image_condition_type"))
     return given and spec.class_name in FAMILIES and FAMILIES[spec.class_name].video
+
+
+def takes_first_frame(model: ModelSpec) -> bool:
+    """Whether the model always needs the first frame of its videos."""
+    return begins_with_an_image(model) and FAMILIES[model.class_name].first_frame
+
+
+def can_take_first_frame(model: ModelSpec) -> bool:
+    """Whether the model can take the first frame of its videos."""
+    inputs = FAMILIES.get(model.class_name, Inputs())
+    return takes_first_frame(model) or inputs.blank or (inputs.keeps_first and not begins_with_an_image(model))
+
+
+def embeds_first_frame(model: ModelSpec) -> bool:
+    """Whether the model takes an image encoder's embeddings of the first frame."""
+    inputs = FAMILIES[model.class_name]
+    return inputs.image_dim is not None and (inputs.blank or model.kwargs.get(inputs.image_dim) is not None)
+
+
+def takes_more_channels(model: ModelSpec) -> bool:
+    """Whether the model's input has more channels than latents: for a reference, a masked image or a first frame."""
+    blank = model.class_name in FAMILIES and FAMILIES[model.class_name].blank
+    return blank or takes_first_frame(model) or is_controlled(model) or fills(model)
+
+
+def fill_channels(channels: int, downsample: int) -> int:
+    """The channels of a masked image and its mask. `channels`: of latents; `downsample`: their pixels per side."""
+    return channels + downsample**2
+
+
+DEFAULT_CLASSES = 1000
+"""The classes of ImageNet, the default of DiT and PaperDiT."""
+
+
+def takes_classes(model: ModelSpec) -> bool:
+    """Whether the model takes a class instead of text."""
+    return model.class_name in FAMILIES and CLASS_LABEL in FAMILIES[model.class_name].extras
+
+
+def class_count(model: ModelSpec) -> int:
+    """The number of classes of a model that takes them."""
+    known = model.kwargs.get(FAMILIES[model.class_name].classes or "")
+    return known if isinstance(known, int) else DEFAULT_CLASSES
+
+
+def no_class(model: ModelSpec) -> int | None:
+    """The label for no class, which follows the last class; None if a model has none."""
+    return class_count(model) if takes_classes(model) and model.kwargs.get("null_class", True) else None

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bigdit.catalog.conditions import can_take_first_frame
 from bigdit.catalog.families import (
     EDITORS,
     FAMILIES,
@@ -19,6 +18,7 @@ from bigdit.catalog.families import (
     Inputs,
     argument_problems,
     begins_with_an_image,
+    can_take_first_frame,
     editor_of,
     fills,
     is_controlled,

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bigdit import log, models
-from bigdit.catalog.conditions import CONTROLNET
+from bigdit.catalog.families import CONTROLNET
 from bigdit.checkpoint.card import FILE as CARD
 from bigdit.checkpoint.card import card
 from bigdit.checkpoint.folder import Checkpoint, Saved, snapshots_of, verify, write_checksums

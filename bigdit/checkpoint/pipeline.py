@@ -16,9 +16,9 @@ from bigdit import models, objectives
 from bigdit.catalog.families import FAMILIES, objective_of
 from bigdit.catalog.resolve import INDEX, config_of, index_of
 from bigdit.checkpoint.folder import Checkpoint
-from bigdit.config import RunConfig
 from bigdit.config.data import VaeCodec
 from bigdit.config.load import parse_run
+from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.files import check_regular, leads_out, lfs_pointer, read_bytes
 from bigdit.objective_spec import ObjectiveSpec, partial

@@ -190,8 +190,8 @@ def step(
 
     libraries.prepare()
     from bigdit.catalog.families import objective_of
-    from bigdit.config import load_run
     from bigdit.config.check import check_store
+    from bigdit.config.load import load_run
     from bigdit.receipt import keep, write
 
     one_process = ["strategy.engine=single", "strategy.world_size=1", "strategy.ds_config=null"]

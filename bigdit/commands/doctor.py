@@ -98,7 +98,7 @@ def examine() -> Health:
 
     health = Health(
         versions=versions() | {"bigdit": __version__},
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0)),
         ram_bytes=memory_bytes(),
     )
     health.compiler = _compiler()

@@ -14,7 +14,7 @@ from bigdit.errors import UserError
 from bigdit.units import duration, how_many
 
 if TYPE_CHECKING:
-    from bigdit.config import RunConfig
+    from bigdit.config.run import RunConfig
     from bigdit.extract.extract import RunJob
     from bigdit.store.part import Skipped
     from bigdit.store.report import ExtractReport, StoreReport
@@ -98,7 +98,7 @@ def run(
 def _check(runs: Sequence[RunConfig]) -> list[ModelSpec]:
     """The models of the runs. Raises UserError, before hours of encoding, if a run could not train."""
     from bigdit.catalog.resolve import model_spec
-    from bigdit.config import check
+    from bigdit.config.check import check
     from bigdit.config.load import of_each
 
     def checked(run: RunConfig) -> ModelSpec:

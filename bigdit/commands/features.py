@@ -110,7 +110,8 @@ def clean(
 def _repair(folder: Path, config: Path, overrides: list[str], workers: int | None, damaged: list[Damaged]) -> None:
     """Remove the damaged files, and encode their samples again."""
     from bigdit.catalog.resolve import model_spec
-    from bigdit.config import check, load_stages
+    from bigdit.config.check import check
+    from bigdit.config.load import load_stages
     from bigdit.extract.extract import extract
 
     runs = [stage.run for stage in load_stages(config, overrides)]

@@ -57,7 +57,7 @@ def compare(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False)
     for device, target in gpus.items():
         with log.err.status(f"repeating the runs of the {device} on an emulated one"), EmulatedGpus(target) as emulated:
             own = [*of_gpu(found, target), *of_gpu(found, target, emulated=True)]
-            checked, notices = check(own, target, emulated)
+            checked, notices = check(own, emulated)
         lines = summary(checked)
         calibration = Calibration(checked)
         if (margin := calibration.measured_margin) is not None:
@@ -103,7 +103,7 @@ def calibrate(gpu: GpuName = None, receipts: Folder = None, as_json: Json = Fals
             log.err.status(f"repeating the runs of the {target.title} on an emulated one"),
             EmulatedGpus(target) as emulated,
         ):
-            checked, notices = check(of_gpu(found, target), target, emulated)
+            checked, notices = check(of_gpu(found, target), emulated)
         for line in [*left_out(found, target), *notices]:
             log.notice(f"note: {line}")
         if checked:

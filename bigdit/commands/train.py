@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +18,7 @@ from bigdit.processes import own_module
 from bigdit.units import GIB, gib
 
 if TYPE_CHECKING:
-    from bigdit.config import Stage
+    from bigdit.config.load import Stage
     from bigdit.train.prepare import Prepared
     from bigdit.train.processes.launch import Meeting
 
@@ -50,9 +51,8 @@ def run(
     ] = False,
 ) -> int:
     """Train a run, with one process per GPU. Run it again to resume."""
-    from bigdit.config import load_stages
     from bigdit.config.check import check_paths
-    from bigdit.config.load import with_ds_config, with_grace
+    from bigdit.config.load import load_stages, with_ds_config, with_grace
     from bigdit.train.prepare import prepare_stages
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)
@@ -85,10 +85,10 @@ def _meeting(nodes: int | None, node_rank: int | None, head: str | None, *, dry_
         raise UserError(f"--nodes {nodes} needs {missing}; each machine takes --nodes, --node-rank and --head")
     if node_rank >= nodes:
         raise UserError(f"--node-rank {node_rank} should be 0 to {nodes - 1} with --nodes {nodes}")
-    host, colon, port = head.rpartition(":") if head.count(":") == 1 else (head, "", "")
+    host, colon, port = head.rpartition(":") if re.fullmatch(r"(\[.+\]|[^:]+):[^:]*", head) else (head, "", "")
     if colon and not (port.isdigit() and 0 < int(port) < 2**16):
         raise UserError(f"--head {shown(head)} should be HOST or HOST:PORT, with a port of 1 to 65535")
-    return Meeting(host, int(port) if colon else PORT, nodes, node_rank)
+    return Meeting(host.strip("[]"), int(port) if colon else PORT, nodes, node_rank)
 
 
 def _processes_here(first: Stage, nodes: int | None) -> int:

@@ -1,7 +1,8 @@
 """Messages for invalid values in a document: one line for each key, without pydantic's terms.
 
-The names of keys, options and values in other trainers are from the documentation of diffusers' scripts, kohya's
-sd-scripts, SimpleTuner, ai-toolkit, OneTrainer, accelerate and transformers' Trainer.
+`other_trainers.json` has the names of keys, options and values in other trainers, from the documentation of diffusers'
+scripts, kohya's sd-scripts, SimpleTuner, ai-toolkit, OneTrainer, accelerate and transformers' Trainer. It has false for
+fp32, since YAML reads `no` as false.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import json
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -30,261 +33,23 @@ class Meant(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-_NAMES: dict[Meant, str] = {
-    Meant("model.name", "of `bigdit models`; model.init_from is the folder of its weights", ("--model",)): (
-        "pretrained_model_name_or_path model_name_or_path name_or_path base_model_name base_model model_name model_id "
-        "pretrained_model model_path checkpoint_path model_family model_flavour arch"
-    ),
-    Meant("model.init_from", "the folder of a model's weights, or one file"): "dit dit_path transformer_path",
-    Meant("model.lora_from", "LoRA weights to start from"): (
-        "network_weights init_lora lora_weight lora_model_name pretrained_lora_path"
-    ),
-    Meant("data.images", "a folder, a file or a list of them"): (
-        "data.image instance_data_dir instance_data_root train_data_dir data_dir data_root data_path dataset_path "
-        "dataset_name dataset_dir folder_path image_dir image_folder image_path image_file concepts "
-        "concept_file_name image_directory video_directory image_jsonl_file video_jsonl_file"
-    ),
-    Meant("data.images.repeats", "of each source: data.images is a list of {path, repeats}"): (
-        "repeats num_repeats n_repeats dataset_repeats repeat"
-    ),
-    Meant("data.images.image", "the column of images"): "image_column video_column",
-    Meant("data.images.captions", "columns of a table; .txt and .json files next to images are found without it"): (
-        "caption_column text_column caption_ext caption_extension caption_strategy"
-    ),
-    Meant("data.images.reference", "a column; in a folder, x.reference.png beside x.png; with data.references"): (
-        "control_path control_path_1 control_directory conditioning_data_dir cond_image_column "
-        "conditioning_image_column"
-    ),
-    Meant("data.images.flip", "true, of each source; mirrored images are encoded too"): (
-        "random_flip flip_aug flip hflip horizontal_flip flip_prob flip_augmentation"
-    ),
-    Meant(
-        "data.images.crops", "a number, of each source; 1 is centred"
-    ): "random_crop center_crop crop_aspect crop crop_style",
-    Meant("data.images.mask", "file or alpha, of each source"): (
-        "masked_loss alpha_mask masked_training use_masks mask_path"
-    ),
-    Meant("data.images.loss_weight", "of a regularisation set, a source of its own", ("--with-captions",)): (
-        "prior_loss_weight with_prior_preservation class_data_dir reg_data_dir is_reg num_class_images"
-    ),
-    Meant("data.min_side", "pixels"): "minimum_image_size min_image_size min_size",
-    Meant("data.max_upscale", "1 enlarges no image"): "bucket_no_upscale no_upscale",
-    Meant("data.images.caption", "one caption for all images of a source"): (
-        "instance_prompt class_prompt default_caption"
-    ),
-    Meant("data.images.caption_prefix", "text before each caption of a source"): "trigger_word trigger prompt_prefix",
-    Meant("data.images.tags", "{variants: 4, keep: 1, dropout: 0.1}, of each source"): (
-        "shuffle_caption shuffle_tokens shuffle_tags keep_tokens keep_tags_count caption_tag_dropout_rate tag_dropout "
-        "caption_separator"
-    ),
-    Meant("data", "its images, features and buckets"): "datasets dataset dataset_config data_backend_config",
-    Meant("data.features", "the folder of latents and embeddings; `bigdit extract` fills it", ("--features",)): (
-        "cache_dir cache_latents cache_latents_to_disk latent_cache latent_caching latents_dir cache_text_embeddings "
-        "cache_text_encoder_outputs vae_cache text_embed_cache cache_text_encoder_outputs_to_disk cache_directory "
-        "cache_dir_vae cache_dir_text precompute_conditions"
-    ),
-    Meant("data.buckets", "[[height, width]] in pixels", ("--resolution", "--size")): (
-        "resolution resolutions image_size img_size base_resolution target_size width height enable_bucket "
-        "min_bucket_reso max_bucket_reso bucket_reso_steps aspect_ratio_bucketing aspect_bucketing resize_to "
-        "height_buckets width_buckets aspect_bucket_alignment"
-    ),
-    Meant("data.buckets", "[[frames, height, width]]", ("--frames",)): (
-        "num_frames n_frames video_length max_num_frames frame_buckets target_frames"
-    ),
-    Meant("data.fps", "frames a second"): "video_fps target_fps sample_fps",
-    Meant("data.first_frame_dropout", "a share, such as 0.05"): "noised_image_dropout",
-    Meant("data.caption_dropout", "a share, such as 0.1"): (
-        "caption_dropout_rate caption_dropout_probability caption_drop_rate proportion_empty_prompts class_dropout_prob"
-    ),
-    Meant("data.read_threads", "data.workers are those of `bigdit extract`", ("--workers",)): (
-        "num_workers dataloader_num_workers max_data_loader_n_workers dataloader_threads"
-    ),
-    Meant("strategy.read_ahead_steps", "steps"): "prefetch_factor dataloader_prefetch_factor",
-    Meant("encoders.image.path", "the VAE's folder"): "pretrained_vae_model_name_or_path vae_path vae vae_model ae",
-    Meant(
-        "encoders.text", "pipeline: the folder of a pipeline with its text encoders"
-    ): "text_encoder text_encoder_path",
-    Meant("encoders.text.max_tokens", "tokens"): (
-        "max_sequence_length tokenizer_max_length max_token_length t5xxl_max_token_length"
-    ),
-    Meant("objective.name", "flow_matching or ddpm"): "noise_scheduler",
-    Meant("objective.prediction", "epsilon, v or x0"): "prediction_type parameterization",
-    Meant("objective.t_distribution", "logit_normal, uniform or mode"): (
-        "weighting_scheme timestep_sampling timestep_type timestep_distribution "
-        "flow_weighting_scheme flow_use_uniform_schedule"
-    ),
-    Meant("objective.shift", "a number"): (
-        "discrete_flow_shift flow_shift timestep_shift flow_schedule_shift flux_schedule_shift"
-    ),
-    Meant("objective.t_range", "[LOW, HIGH], t from 0 to 1"): (
-        "min_timestep max_timestep min_timestep_boundary max_timestep_boundary timestep_boundary boundary_ratio"
-    ),
-    Meant("objective.min_snr_gamma", "of ddpm"): "snr_gamma",
-    Meant("strategy.optimizer", "{name: adamw, lr: 1e-4, betas: [0.9, 0.999], weight_decay: 0.01}"): (
-        "optimizer optimizer_args optimizer_params optimizer_config"
-    ),
-    Meant("strategy.optimizer.lr"): "learning_rate lr base_lr init_lr unet_lr transformer_lr",
-    Meant(
-        "strategy.optimizer.name", "adamw_8bit, adafactor, came, …", ("--optimizer",)
-    ): "optimizer_type optimizer_name optim",
-    Meant(
-        "strategy.optimizer.name", "adamw_8bit in the place of true", ("--optimizer",)
-    ): "use_8bit_adam use_8bit_optimizer",
-    Meant("strategy.optimizer.betas", "[0.9, 0.999]"): (
-        "adam_beta1 adam_beta2 beta1 beta2 optimizer_beta1 optimizer_beta2"
-    ),
-    Meant("strategy.optimizer.weight_decay"): "adam_weight_decay wd weight_decay optimizer_weight_decay",
-    Meant("strategy.optimizer.eps"): "adam_epsilon epsilon",
-    Meant("strategy.optimizer.d_coef"): "d_coef",
-    Meant("strategy.optimizer.safeguard_warmup", "true or false"): "prodigy_safeguard_warmup safeguard_warmup",
-    Meant("strategy.optimizer.use_bias_correction", "true or false"): "prodigy_use_bias_correction use_bias_correction",
-    Meant("strategy.micro_batch_size", "samples that a GPU takes at once", ("--micro-batch",)): (
-        "batch_size train_batch_size per_device_train_batch_size micro_batch local_batch_size batch_size_per_gpu "
-        "train_micro_batch_size_per_gpu"
-    ),
-    Meant("strategy.global_batch_size", "samples of a step over all GPUs", ("--global-batch",)): (
-        "effective_batch_size total_batch_size global_batch"
-    ),
-    Meant("strategy.grad_accum_steps", "micro-batches of a step"): (
-        "gradient_accumulation_steps gradient_accumulation grad_accumulation accumulation_steps grad_accum "
-        "accumulate_grad_batches"
-    ),
-    Meant("train.steps", "of the optimizer"): (
-        "steps max_train_steps max_steps num_steps total_steps train_steps num_train_steps iterations max_iterations"
-    ),
-    Meant("train.epochs", options=("--epochs",)): "num_train_epochs max_train_epochs num_epochs max_epochs epoch",
-    Meant("strategy.precision", "bf16, bf16_sr, fp16, tf32 or fp32", ("--precision",)): (
-        "mixed_precision dtype train_dtype weight_dtype full_bf16 full_fp16 bf16 fp16 allow_tf32"
-    ),
-    Meant("strategy.gradient_clipping", "the most that the norm may be"): (
-        "max_grad_norm clip_grad_norm grad_clip gradient_clip_val max_norm grad_clip_norm"
-    ),
-    Meant("strategy.checkpointed_blocks", "all in the place of true, or how many blocks", ("--checkpointed-blocks",)): (
-        "gradient_checkpointing activation_checkpointing enable_gradient_checkpointing use_gradient_checkpointing "
-        "grad_checkpoint"
-    ),
-    Meant("strategy.checkpointed_segments.blocks", "blocks that are recomputed at once"): (
-        "gradient_checkpointing_interval"
-    ),
-    Meant("strategy.checkpointed_segments.every", "from one segment to the next"): (
-        "gradient_checkpointing_segment_stride"
-    ),
-    Meant("strategy.offload_activations", "true"): (
-        "activation_offloading enable_activation_offload cpu_offload_checkpointing gradient_checkpointing_offload"
-    ),
-    Meant("strategy.blocks_to_swap", "how many blocks"): (
-        "block_swap num_blocks_to_swap layer_offload_fraction layer_offloading_transformer_percent block_offload "
-        "layer_offloading"
-    ),
-    Meant("strategy.optimizer_in_backward", "true"): "fused_backward_pass fused_back_pass",
-    Meant("strategy.compile_blocks", "true"): "torch_compile compile use_compile dynamo_backend",
-    Meant("strategy.float8", "tensorwise or rowwise", ("--fp8",)): "float8 fp8 use_fp8 fp8_training enable_fp8",
-    Meant("strategy.ema", "{decay: 0.9999}; --ema takes auto, gpu or cpu", ("--ema",)): "use_ema enable_ema ema_config",
-    Meant("strategy.ema.device"): "ema_device ema_cpu_only",
-    Meant("strategy.ema.decay"): "ema_decay ema_rate",
-    Meant("strategy.lora", "{rank: 16, alpha: 16}", ("--lora",)): (
-        "network network_module adapter lora_config peft_config training_method network_kwargs "
-        "network_args lycoris_config"
-    ),
-    Meant("strategy.lora.rank", options=("--lora",)): "network_dim lora_rank rank network_rank lora_r r linear",
-    Meant("strategy.lora.alpha"): "network_alpha lora_alpha linear_alpha alpha",
-    Meant("strategy.lora.targets", "names of linear layers"): (
-        "lora_target_modules target_modules lora_layers layer_filter layer_filter_preset flux_lora_target"
-    ),
-    Meant("strategy.lora.dora", "true"): "use_dora lora_decompose",
-    Meant("encoders.text.files", "{text_encoder: FILE} beside encoders.text.pipeline"): "clip_l clip_g t5xxl",
-    Meant("strategy.lora.text_encoders", "true"): "train_text_encoder train_te",
-    Meant("strategy.lora.text_encoder_lr"): "text_encoder_lr te_lr te_learning_rate",
-    Meant("strategy.lora.kind", "lora, lokr or loha"): "lora_type lycoris_algo algo adapter_type peft_type",
-    Meant("strategy.lora.rslora", "true"): "use_rslora rank_stabilized rank_stabilised use_rank_stabilized_lora",
-    Meant("strategy.lora.ranks", "{PATTERN: rank}"): "rank_pattern block_dims network_reg_dims",
-    Meant("strategy.lora.base", "bf16, int8, fp8 or nf4", ("--lora-base",)): (
-        "quantize quantization base_model_precision load_in_4bit load_in_8bit fp8_base fp8_base_unet qtype"
-    ),
-    Meant("train.warmup_steps"): "lr_warmup_steps num_warmup_steps learning_rate_warmup_steps lr_warmup warmup",
-    Meant("train.seed"): "seed training_seed",
-    Meant("train.min_lr", "a learning rate"): "lr_end lr_scheduler_min_lr_ratio min_learning_rate",
-    Meant("train.decay_steps", "steps, of wsd"): "lr_decay_steps num_decay_steps",
-    Meant("train.lr_schedule", "constant, cosine or wsd"): ("lr_scheduler lr_scheduler_type learning_rate_scheduler"),
-    Meant("train.checkpoint_every", "steps"): (
-        "checkpointing_steps checkpoint_interval checkpoint_step_interval save_every save_every_n_steps save_steps "
-        "save_interval save_every_n_epochs save_after backup_after"
-    ),
-    Meant("train.keep_checkpoints", "how many"): (
-        "checkpoints_total_limit save_total_limit max_step_saves_to_keep save_last_n_steps"
-    ),
-    Meant("strategy.world_size", "one a GPU", ("--gpus",)): (
-        "num_processes nproc_per_node num_gpus n_gpus gpus world_size num_devices"
-    ),
-    Meant("strategy.cp", "1, 2, 4 or 8", ("--cp",)): (
-        "context_parallel context_parallel_size cp_size sp_size sequence_parallel_size ulysses_degree ulysses_size"
-    ),
-    Meant("strategy.cp_ring", "1, 2, 4 or 8"): "ring_attention_size ring_degree ring_size",
-    Meant("strategy.engine", "single, ddp, deepspeed or fsdp2", ("--engine",)): (
-        "distributed_type distributed_backend"
-    ),
-    Meant("strategy.engine", "fsdp2", ("--engine",)): "use_fsdp fsdp",
-    Meant("strategy.engine", "ddp", ("--engine",)): "ddp use_ddp",
-    Meant("strategy.ds_config", "DeepSpeed's JSON, with zero_optimization.stage", ("--ds-config", "--engine")): (
-        "deepspeed_config deepspeed_config_file deepspeed zero_stage"
-    ),
-    Meant("samples", "{captions: [a fox], every: 250, steps: 30}"): "sample",
-    Meant("samples.captions", options=("--caption",)): (
-        "validation_prompt validation_prompts sample_prompts prompts prompt"
-    ),
-    Meant("samples.every", "steps"): (
-        "validation_steps validation_epochs sample_every sample_every_n_steps sample_every_n_epochs sample_after"
-    ),
-    Meant("samples.steps", options=("--steps",)): (
-        "num_inference_steps sample_steps validation_num_inference_steps num_sampling_steps"
-    ),
-    Meant("samples.guidance", options=("--guidance",)): "guidance_scale cfg_scale cfg validation_guidance",
-    Meant("trackers", "a list, such as [wandb]"): "report_to log_with logger use_wandb tensorboard",
-    Meant("output", "the folder of a run", ("--out",)): (
-        "output_dir out_dir output_path save_dir save_root training_folder workspace_dir results_dir "
-        "output_model_destination"
-    ),
-    Meant("output", "the same command resumes from what lies in it"): "resume_from_checkpoint resume",
-}
+_OTHERS: dict[str, Any] = json.loads(Path(__file__).with_name("other_trainers.json").read_text(encoding="utf-8"))
 
-_VALUES: dict[Meant, str] = {
-    Meant("ddp"): "multi_gpu data_parallel distributed_data_parallel",
-    Meant("fsdp2"): "fsdp",
-    Meant("cosine", "to train.min_lr"): "linear polynomial cosine_with_min_lr cosine_annealing",
-    Meant("cosine", "without restarts"): "cosine_with_restarts cosine_with_hard_restarts",
-    Meant("constant", "with train.warmup_steps"): "constant_with_warmup",
-    Meant("wsd"): "warmup_stable_decay",
-    Meant("adamw"): "adam adamw_fused adamw_torch adamw_torch_fused",
-    Meant("adamw", "with precision bf16_sr"): "adamw_bf16",
-    Meant("adamw_8bit"): "adam_8bit bnb_adamw_8bit adamw_bnb_8bit",
-    Meant("paged_adamw_8bit"): "paged_adamw paged_adam_8bit",
-    Meant("adamw_8bit_ao"): "ao_adamw_8bit torchao_adamw_8bit",
-    Meant("adamw_4bit_ao"): "ao_adamw_4bit torchao_adamw_4bit adamw_4bit",
-    Meant("lion_8bit"): "lion paged_lion_8bit bnb_lion_8bit",
-    Meant("bf16"): "bfloat16",
-    Meant("fp16"): "float16 half",
-    Meant("fp32"): "no false float32 float",  # YAML reads no as false
-    Meant("squaredcos_cap_v2"): "cosine",
-    Meant("v"): "v_prediction velocity",
-    Meant("x0"): "sample",
-    Meant("epsilon"): "noise eps",
-    Meant("logit_normal"): "sigmoid",
-    Meant("flow_matching"): "flowmatch flow rectified_flow",
-}
 
-_NONE = {
-    "attention is torch's own": (
-        "xformers sdpa mem_eff_attn use_flash_attn flash_attn sage_attn attn_mode split_attn attention_backend "
-        "attention_mechanism enable_xformers_memory_efficient_attention"
-    ),
-    "metrics and logs lie in the folder output": "logging_dir log_dir logging_steps log_every",
-    "nothing is uploaded": "push_to_hub hub_model_id hub_token hub_private_repo",
-}
+def _meant(part: str) -> dict[Meant, list[str]]:
+    """The names in other trainers by what they mean here."""
+    return {
+        Meant(each["key"], each.get("note", ""), tuple(each.get("options", ()))): each["names"].split()
+        for each in _OTHERS[part]
+    }
+
+
+_NAMES, _VALUES = _meant("keys"), _meant("values")
+
+NONE = {name: what for what, names in _OTHERS["none"].items() for name in names.split()}
 """Keys of other trainers for which a run has none, by what it does."""
 
-NONE = {name: what for what, names in _NONE.items() for name in names.split()}
-
-KEYS = {name: meant for meant, names in _NAMES.items() for name in names.split()}
+KEYS = {name: meant for meant, names in _NAMES.items() for name in names}
 """Keys by their names in other trainers; with the section where the name alone is ambiguous."""
 
 
@@ -315,9 +80,7 @@ def value_meant(value: str, known: Collection[str]) -> Meant | None:
     """Which of the `known` values is meant: the same in another spelling, or by its name in other trainers."""
     found = [Meant(each) for each in known if _letters(each) == _letters(value)]
     found += [
-        meant
-        for meant, names in _VALUES.items()
-        if meant.key in known and _letters(value) in map(_letters, names.split())
+        meant for meant, names in _VALUES.items() if meant.key in known and _letters(value) in map(_letters, names)
     ]
     return found[0] if found else None
 

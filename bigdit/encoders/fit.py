@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from bigdit.catalog import FAMILIES
-from bigdit.catalog.conditions import (
+from bigdit.catalog.conditions import class_misfits, fill_misfits, first_frame_misfits, reference_misfits
+from bigdit.catalog.families import (
+    EDITED,
     IMAGE_ENCODER,
-    class_misfits,
-    fill_misfits,
-    first_frame_misfits,
-    reference_misfits,
+    MOST_ASPECT,
+    editor_of,
+    stream_shapes,
+    streams_of,
     takes_more_channels,
 )
-from bigdit.catalog.families import EDITED, MOST_ASPECT, editor_of, stream_shapes, streams_of
 from bigdit.config.data import DataConfig, IdentityCodec, TextEncoderConfig, VaeCodec, written_bucket
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.run import RunConfig

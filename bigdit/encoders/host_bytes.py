@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from bigdit.catalog.conditions import IMAGE_ENCODER
+from bigdit.catalog.families import IMAGE_ENCODER
 from bigdit.config.data import EncodersConfig, TextEncoderConfig, VaeCodec
 from bigdit.documents import Natural, read_json, weight_files
 from bigdit.strategy import Strict

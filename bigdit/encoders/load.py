@@ -20,8 +20,7 @@ from PIL import Image
 from torch import nn
 
 from bigdit import log
-from bigdit.catalog.conditions import IMAGE_EMBEDS, IMAGE_ENCODER
-from bigdit.catalog.families import editor_of
+from bigdit.catalog.families import IMAGE_EMBEDS, IMAGE_ENCODER, editor_of
 from bigdit.config.data import EncodersConfig, FirstFrameConfig, IdentityCodec, TextEncoderConfig, VaeCodec
 from bigdit.encoders.folder import DTYPES, read_config, weights_sample
 from bigdit.encoders.host_bytes import text_bytes

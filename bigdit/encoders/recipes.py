@@ -6,8 +6,10 @@ Tokenizers, templates, layers and masks are in the pipeline's own code. A recipe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from bigdit.catalog.names import load_json
+from bigdit.strategy import Strict
 
 Padding = Literal["masked", "zeroed", "attended", "kept"]
 
@@ -16,8 +18,7 @@ _OWN = ("-", "states", "mask", "pooled")
 """The names in `EncodingRecipe.gives` that are no further texts."""
 
 
-@dataclass(frozen=True)
-class EncodingRecipe:
+class EncodingRecipe(Strict):
     """How to encode captions by a pipeline.
 
     `gives`: the names of the returned values, in order. `-` is ignored. `null_…` is the unconditional text. Names other
@@ -31,19 +32,20 @@ class EncodingRecipe:
     texts that most captions do not have. `length`: the attribute with the length of captions, if it is no argument;
     `a.b` is an attribute of part a. `multiple`: lengths must be multiples of it. `alone`: captions are encoded one at a
     time, since results depend on the batch. `joined`: several layers are returned as [B, T, L, D], as features of one
-    text. `settings`: keys of the folder's index that change texts.
+    text. `settings`: keys of the folder's index that change texts. `notes`: what is odd.
     """
 
     gives: tuple[str, ...]
     padding: Padding
-    arguments: Mapping[str, int] = field(default_factory=dict)
-    separate: Mapping[str, EncodingRecipe] = field(default_factory=dict)
+    arguments: dict[str, int] = {}
+    separate: dict[str, EncodingRecipe] = {}
     rare: tuple[str, ...] = ()
     length: str | None = None
     multiple: int = 1
     alone: bool = False
     joined: bool = False
     settings: tuple[str, ...] = ()
+    notes: str = ""
 
     @property
     def fits(self) -> bool:
@@ -71,80 +73,4 @@ class EncodingRecipe:
         return tuple(name for name in further if not name.endswith("_mask"))
 
 
-_MASKED = EncodingRecipe(("states", "mask", "null_states", "null_mask"), "masked")
-_NULL_MASKED = ("states", "null_states", "mask", "null_mask")
-_ZEROED = EncodingRecipe(("states", "-", "null_states", "-"), "zeroed")
-
-# Source: diffusers 0.42.1, `encode_prompt` and the transformer's call of each pipeline.
-RECIPES: dict[str, EncodingRecipe] = {
-    "AuraFlowPipeline": _ZEROED,
-    "BriaPipeline": EncodingRecipe(("states", "null_states", "-"), "zeroed"),
-    "ChromaPipeline": EncodingRecipe(("states", "-", "mask", "null_states", "-", "null_mask"), "masked"),
-    "CogVideoXImageToVideoPipeline": EncodingRecipe(("states", "null_states"), "kept"),
-    "CogVideoXPipeline": EncodingRecipe(("states", "null_states"), "kept"),
-    "CogView3PlusPipeline": EncodingRecipe(("states", "null_states"), "kept"),
-    "CogView4Pipeline": EncodingRecipe(  # pads to a multiple of 16, and to the longest; the transformer sees all
-        ("states", "null_states"), "masked", alone=True, multiple=16
-    ),
-    "Flux2KleinPipeline": EncodingRecipe(("states", "-"), "kept"),
-    "Flux2Pipeline": EncodingRecipe(("states", "-"), "kept"),
-    "FluxControlPipeline": EncodingRecipe(("states", "pooled", "-"), "kept"),
-    "FluxFillPipeline": EncodingRecipe(("states", "pooled", "-"), "kept"),
-    "FluxKontextPipeline": EncodingRecipe(("states", "pooled", "-"), "kept"),
-    "FluxPipeline": EncodingRecipe(("states", "pooled", "-"), "kept"),
-    "HiDreamImagePipeline": EncodingRecipe(  # each block reads one of Llama's layers
-        ("states", "null_states", "llama_text", "null_llama_text", "pooled", "null_pooled"), "kept"
-    ),
-    "HunyuanDiTPipeline": EncodingRecipe(  # mT5's pooler reads all states; attention follows the mask
-        _NULL_MASKED,
-        "kept",
-        {"text_encoder_index": 1},
-        {"clip_text": EncodingRecipe(_NULL_MASKED, "masked", {"text_encoder_index": 0})},
-    ),
-    "HunyuanImagePipeline": EncodingRecipe(  # ByT5 encodes text in quotes
-        ("states", "mask", "glyph_text", "glyph_text_mask"),
-        "masked",
-        rare=("glyph_text",),
-        length="tokenizer_max_length",
-    ),
-    **dict.fromkeys(
-        ("HunyuanVideo15ImageToVideoPipeline", "HunyuanVideo15Pipeline"),
-        EncodingRecipe(
-            ("states", "mask", "glyph_text", "glyph_text_mask"),
-            "masked",
-            rare=("glyph_text",),
-            length="tokenizer_max_length",
-        ),
-    ),
-    "HunyuanVideoPipeline": EncodingRecipe(("states", "pooled", "mask"), "masked"),
-    "Kandinsky5T2VPipeline": EncodingRecipe(  # cuts all captions if one is too long
-        ("states", "pooled", "-"), "masked", alone=True
-    ),
-    "Krea2Pipeline": EncodingRecipe(  # pads within its template
-        ("states", "mask"), "masked", joined=True, settings=("text_encoder_select_layers",)
-    ),
-    **dict.fromkeys(
-        ("LTXConditionPipeline", "LTXImageToVideoPipeline", "LTXPipeline"),
-        EncodingRecipe(("states", "mask", "null_states", "null_mask"), "attended"),
-    ),
-    "LongCatImagePipeline": EncodingRecipe(("states", "-"), "kept", length="tokenizer_max_length"),
-    "Lumina2Pipeline": _MASKED,
-    "LuminaPipeline": replace(_MASKED, length="max_sequence_length", multiple=8),
-    "OvisImagePipeline": EncodingRecipe(("states", "null_states", "-", "-"), "zeroed"),
-    "MochiPipeline": _MASKED,
-    "PRXPipeline": replace(_MASKED, length="tokenizer.model_max_length"),
-    "PixArtAlphaPipeline": _MASKED,
-    "PixArtSigmaPipeline": _MASKED,
-    **dict.fromkeys(
-        ("QwenImageEditPipeline", "QwenImageEditPlusPipeline", "QwenImagePipeline"),
-        EncodingRecipe(("states", "mask"), "masked"),
-    ),
-    "SanaPipeline": _MASKED,
-    "SanaSprintPipeline": EncodingRecipe(("states", "mask"), "masked"),
-    "SanaVideoPipeline": _MASKED,
-    "StableDiffusion3Pipeline": EncodingRecipe(("states", "null_states", "pooled", "null_pooled"), "kept"),
-    "StableDiffusionXLPipeline": EncodingRecipe(("states", "null_states", "pooled", "null_pooled"), "kept"),
-    "WanImageToVideoPipeline": EncodingRecipe(("states", "null_states"), "zeroed"),
-    "WanPipeline": EncodingRecipe(("states", "null_states"), "zeroed"),
-    "ZImagePipeline": EncodingRecipe(("states", "null_states"), "masked"),
-}
+RECIPES = {name: EncodingRecipe.model_validate(each) for name, each in load_json("families.json")["recipes"].items()}

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from bigdit import log
-from bigdit.catalog.conditions import class_count, condition_problems, fill_channels, takes_classes
+from bigdit.catalog.conditions import condition_problems
+from bigdit.catalog.families import class_count, fill_channels, takes_classes
 from bigdit.config.data import DataConfig, EncodersConfig
 from bigdit.config.run import RunConfig
 from bigdit.encoders.fit import encoder_misfits

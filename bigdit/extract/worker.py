@@ -7,10 +7,9 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
@@ -22,8 +21,7 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from bigdit.catalog.conditions import FILL, LOSS_MASK
-from bigdit.catalog.families import REFERENCE
+from bigdit.catalog.families import FILL, LOSS_MASK, REFERENCE
 from bigdit.config.data import EncodersConfig, frames_of
 from bigdit.encoders.latents import bucket_pixels, fill_mask, mask_latents
 from bigdit.encoders.load import Encoders, load_encoders
@@ -120,16 +118,17 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
     """Encode each unit while the one before it is written."""
     committed: deque[UnitSpeed] = deque()  # the writer's thread fills it, since only this thread may use the pipe
     with PartWriter(eight_bits=schema.text_encoder.get("stored") == "fp8") as writer:
-        clock = _WriterClock()
         watch = Stopwatch()
         while (unit := _request_unit(pipe, committed)) is not None:
             path = part_path(root, unit.start, unit.end)
             _mark(folder / path.name)
-            encoding = UnitEncoder(encoders, schema, watch, pipe.send)
-            encoded = encoding.encode(unit.items)
+            encoding = UnitEncoder(encoders, schema, watch)
+            for progress in encoding.encode(unit.items):
+                pipe.send(progress)
+            encoded = encoding.encoded()
             speed = watch.stop(unit.start, unit.end, len(encoded.skipped), str(encoders.device))
             watch = Stopwatch()  # the wait for the writer counts for the next unit
-            record = functools.partial(_record, root, folder.name, speed, clock, time.perf_counter(), committed)
+            record = functools.partial(_record, root, folder.name, speed, committed)
             with watch.at("waiting"):
                 writer.write(path, encoded, part_identity(schema, unit.start), folder, record)
     _send_done(pipe, committed)
@@ -155,19 +154,9 @@ def _mark(path: Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-@dataclass
-class _WriterClock:
-    """When the writer ended its last part. It begins the next part then, or when it gets the next part."""
-
-    ended: float = 0.0
-
-
-def _record(
-    root: Path, worker: str, speed: UnitSpeed, clock: _WriterClock, queued: float, committed: deque[UnitSpeed]
-) -> None:
+def _record(root: Path, worker: str, speed: UnitSpeed, committed: deque[UnitSpeed], writing_s: float) -> None:
     """Record the speed of a unit that is on disk. Runs in the writer's thread."""
-    began, clock.ended = max(queued, clock.ended), time.perf_counter()
-    written = speed.model_copy(update={"writing_s": clock.ended - began})
+    written = speed.model_copy(update={"writing_s": writing_s})
     append(root, worker, written)
     committed.append(written)
 
@@ -188,16 +177,10 @@ class UnitEncoder:
     loss. Edits with fewer references than the store's have their own shapes.
     """
 
-    def __init__(
-        self,
-        encoders: Encoders,
-        schema: StoreSchema,
-        watch: Stopwatch,
-        send: Callable[[Progress], object] = lambda progress: None,
-    ) -> None:
+    def __init__(self, encoders: Encoders, schema: StoreSchema, watch: Stopwatch) -> None:
         self._encoders, self._schema, self._editor = encoders, schema, schema.editor
         self._classes = None if schema.classes is None else Classes(schema.classes)
-        self._watch, self._send = watch, send
+        self._watch = watch
         self._seen: dict[int, list[Image.Image]] = {}
         self._waiting: dict[_Group, list[npt.NDArray[np.uint8]]] = defaultdict(list)
         self._references: dict[_Group, list[npt.NDArray[np.uint8]]] = defaultdict(list)
@@ -213,15 +196,25 @@ class UnitEncoder:
         self._masked = False
         self._skipped: list[Skipped] = []
 
-    def encode(self, items: Sequence[Item]) -> EncodedRange:
-        """The features of the items. Call this only once."""
+    def encode(self, items: Sequence[Item]) -> Iterator[Progress]:
+        """Encode the items' images, for `encoded`. Yields after each batch and each unusable item."""
         for item in items:
-            self._read(item)
+            group = self._read(item)
+            if group is None:
+                yield Progress(1, 1)
+            elif len(self._waiting[group]) * frames_of(group[0]) >= self._encoders.image.batch_size:
+                yield self._encode(group)
         for group in list(self._waiting):
-            self._encode(group)
+            yield self._encode(group)
+
+    def encoded(self) -> EncodedRange:
+        """The features of all items. Encodes their captions; call it only once."""
         with self._watch.at("encoding"):
             texts = self._texts()
-        frames = {shape: _concatenated(batches) for shape, batches in self._frames.items()}
+        frames = {
+            shape: {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+            for shape, batches in self._frames.items()
+        }
         if self._masked:
             frames = {
                 shape: frames.get(shape, {}) | {LOSS_MASK: torch.stack(masks)} for shape, masks in self._masks.items()
@@ -254,8 +247,8 @@ class UnitEncoder:
         encoded = text.encode([caption for _, caption in keys], images=[self._seen[index] for index, _ in keys])
         return dict(zip(keys, encoded, strict=True))
 
-    def _read(self, item: Item) -> None:
-        """Read an item, and encode its group if that fills a batch. Records an unusable item as skipped."""
+    def _read(self, item: Item) -> _Group | None:
+        """Read an item, and return its group. Records an unusable item as skipped, and returns None."""
         codec = self._encoders.image
         try:
             with self._watch.at("reading"):
@@ -271,8 +264,7 @@ class UnitEncoder:
                     self._labels[item.index] = self._classes.of(sample)
         except Unusable as error:
             self._skipped.append(Skipped(item.index, item.name, str(error)))
-            self._send(Progress(1, 1))
-            return
+            return None
         if not self._classes:
             self._captions[item.index], self._names[item.index] = sample.captions, item.name
         if self._editor.seen:
@@ -287,8 +279,7 @@ class UnitEncoder:
             self._masks[shape].append(mask_latents(sample, bucket, shape))
         self._waiting[group].append(pixels)
         self._references[group] += references
-        if len(self._waiting[group]) * frames_of(bucket) >= codec.batch_size:
-            self._encode(group)
+        return group
 
     def _shape(self, group: _Group) -> Shape:
         """The shape of the latents of a group."""
@@ -296,7 +287,7 @@ class UnitEncoder:
         shape = self._encoders.image.latent_shape(bucket)
         return shape if references == self._schema.references else EditShape(shape, references)
 
-    def _encode(self, group: _Group) -> None:
+    def _encode(self, group: _Group) -> Progress:
         codec, first, turn = self._encoders.image, self._encoders.first_frame, self._encoders.of_images
         with self._watch.at("encoding"):
             images = torch.from_numpy(np.stack(self._waiting.pop(group)))
@@ -315,7 +306,7 @@ class UnitEncoder:
                 mask = torch.stack(masks)
                 self._frames[shape].append({FILL: turn(lambda: masked_out(codec, pixels, mask))})
         self._latents[shape].append(encoded)
-        self._send(Progress(len(encoded), 0))
+        return Progress(len(encoded), 0)
 
     def _named(self, texts: Mapping[TextKey, Text]) -> Iterator[tuple[str, Text]]:
         """The name of each image, and the text of each of its captions."""
@@ -323,10 +314,6 @@ class UnitEncoder:
             for caption in captions:
                 if caption is not DROPPED:
                     yield self._names[index], texts[text_key(texts, index, caption.text)]
-
-
-def _concatenated(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 _LONGEST = 107 - len("/pymp-12345678/listener-12345678")

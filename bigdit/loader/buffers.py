@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bigdit.catalog.conditions import IMAGE_CONDITION
 from bigdit.catalog.encoders import POOLED_TEXT
-from bigdit.catalog.families import mask_of
+from bigdit.catalog.families import IMAGE_CONDITION, mask_of
 from bigdit.store.part import FIRST_FRAME
 from bigdit.store.tensors import bytes_of
 from bigdit.store.text import TEXT, Text

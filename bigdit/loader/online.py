@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from bigdit.catalog.conditions import CLASS_LABEL, LOSS_MASK, class_count, takes_classes
-from bigdit.config import RunConfig
+from bigdit.catalog.families import CLASS_LABEL, LOSS_MASK, class_count, takes_classes
 from bigdit.config.plan_file import PlanFile
+from bigdit.config.run import RunConfig
 from bigdit.encoders.fit import encoder_misfits, plan_misfits
 from bigdit.encoders.latents import Color, bucket_pixels, mask_latents
 from bigdit.encoders.load import load_image_codec, load_text_encoder

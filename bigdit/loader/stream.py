@@ -14,9 +14,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from bigdit.catalog.conditions import CLASS_LABEL, IMAGE_CONDITION, IMAGE_EMBEDS, LOSS_MASK
 from bigdit.catalog.encoders import POOLED_TEXT
-from bigdit.catalog.families import mask_of
+from bigdit.catalog.families import CLASS_LABEL, IMAGE_CONDITION, IMAGE_EMBEDS, LOSS_MASK, mask_of
 from bigdit.config.data import FirstFrameNoise
 from bigdit.dist import World
 from bigdit.loader.batch import Batch, CaptionedBatch, read_ahead

@@ -26,8 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bigdit import libraries
-from bigdit.catalog.conditions import CONTROLNET
-from bigdit.catalog.families import FAMILIES
+from bigdit.catalog.families import CONTROLNET, FAMILIES
 from bigdit.errors import UserError
 from bigdit.models.build import outline
 from bigdit.models.checkpointing import apply_checkpointing
@@ -95,6 +94,16 @@ def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: st
 
 _DISABLED = "TORCHDYNAMO_DISABLE"
 
+# shape_padding measures whether padded products are faster, so no plan could know their memory. In blocks with
+# convolutions (Sana) layout_optimization of torch 2.13 also changes the mask's layout, and attention rejects it.
+# Combined kernels of equal sizes that do not need each other, as for gradients of three biases, share a launch.
+_INDUCTOR = {
+    "shape_padding": False,
+    "layout_optimization": False,
+    "combo_kernels": True,
+    "combo_kernel_allow_mixed_sizes": 0,
+}
+
 
 def compile_blocks(
     model: nn.Module,
@@ -119,9 +128,6 @@ def compile_blocks(
         raise UserError(f"strategy.compile_blocks is true, and {_DISABLED} is 1; unset it, or leave compile_blocks out")
     import torch._dynamo as dynamo  # here: it takes a second to import
 
-    # shape_padding measures whether padded products are faster, so no plan could know their memory. In blocks with
-    # convolutions (Sana) layout_optimization of torch 2.13 also changes the mask's layout, and attention rejects it.
-    options = {"shape_padding": False, "layout_optimization": False} if backend == "inductor" else None
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # 8 are enough for four buckets
     *_, last = blocks = family.blocks(model)
     unread = 0 if hasattr(model, CONTROLNET) else family.unread  # the last block is its own, whose text goes nowhere
@@ -129,6 +135,7 @@ def compile_blocks(
         forward = types.MethodType(_apart(type(block).forward), block) if apart else block.forward
         if block is last and unread is not None:
             forward = _detached(forward, unread)
+        options = _INDUCTOR if backend == "inductor" else None
         block.forward = torch.compile(forward, backend=backend, dynamic=False, options=options, fullgraph=whole)
 
 

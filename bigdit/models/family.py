@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from bigdit.catalog.conditions import CONTROLNET, IMAGE_CONDITION
-from bigdit.catalog.families import FAMILIES, REFERENCE, mask_of, stream_shapes
+from bigdit.catalog.families import CONTROLNET, FAMILIES, IMAGE_CONDITION, REFERENCE, mask_of, stream_shapes
 from bigdit.errors import UserError
 from bigdit.models import packing
 from bigdit.strategy import BatchShape

@@ -20,7 +20,6 @@ from bigdit.objective_spec import DdpmSpec
 from bigdit.objectives.prediction import (
     Predict,
     draw_noise,
-    has_variance,
     masked,
     of_latents,
     per_sample,
@@ -80,7 +79,7 @@ def model_time(objective: DdpmSpec, timesteps: Sequence[int]) -> torch.Tensor:
 
 
 def _learns_variance(objective: DdpmSpec, output: torch.Tensor, channels: int) -> bool:
-    has = has_variance(output, channels)
+    has = output.shape[1] == 2 * channels
     if objective.learned_variance and not has:
         raise UserError(
             f"objective.learned_variance is true, and the model predicts {output.shape[1]} channels of latents with "

@@ -35,11 +35,6 @@ def of_latents(output: torch.Tensor, channels: int) -> torch.Tensor:
     return output if output.shape[1] == channels else output[:, :channels]
 
 
-def has_variance(output: torch.Tensor, channels: int) -> bool:
-    """Whether the output has a variance, its second half."""
-    return output.shape[1] == 2 * channels
-
-
 def weighted_mse(
     prediction: torch.Tensor, target: torch.Tensor, weights: Sequence[float] | None, mask: torch.Tensor | None = None
 ) -> torch.Tensor:

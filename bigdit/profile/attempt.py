@@ -22,7 +22,6 @@ from bigdit.strategy import BatchShape, ModelSpec, Strategy, Strict, untrained_t
 UNLIMITED = 1 << 50
 """Bytes of a GPU on which every step runs to its end."""
 
-
 UPDATE = ("step", "ema")
 """The phases that end a step."""
 

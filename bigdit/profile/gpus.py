@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from bigdit.cache import Cache, digest_of
 from bigdit.catalog import Gpu
@@ -24,6 +24,8 @@ from bigdit.profile.attempt import UNLIMITED, Attempt, AttemptJob, Profile, Step
 from bigdit.profile.pool import Pool, WorkerError, environment
 from bigdit.strategy import OptimizerSpec
 from bigdit.units import GIB
+
+T = TypeVar("T")
 
 MOST_WORKERS = 4
 WORKER_BYTES = 2 * GIB
@@ -72,7 +74,7 @@ def _around(reserved: Mapping[int, int], capacity_bytes: int) -> tuple[int | Non
 
 def workers_here() -> int:
     """One for each core, and for each WORKER_BYTES: two at least, MOST_WORKERS at most."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     return max(2, min(cores, memory_bytes() // WORKER_BYTES, MOST_WORKERS))
 
 
@@ -170,6 +172,15 @@ class EmulatedGpus:
         once = dict(zip(keys, jobs, strict=True))
         found = {key: self._threads.submit(self._answered, job) for key, job in once.items()}
         return [found[key].result() for key in keys]
+
+    def apart(self, run: Callable[..., T], *items: Sequence[Any]) -> list[T]:
+        """The results of calls in threads of their own, none of which waits for another. Ctrl-C ends all jobs."""
+        with ThreadPoolExecutor(max(len(items[0]), 1)) as threads:
+            try:
+                return [*threads.map(run, *items)]
+            except KeyboardInterrupt:
+                self._pool.close()  # else the threads, and so Ctrl-C, would wait for their answers
+                raise
 
     def largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
         """The largest micro-batch that fits, plus about the fraction of the next sample that fits (below 1: none fits);

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bigdit import engines, models
-from bigdit.catalog.conditions import LOSS_MASK
 from bigdit.catalog.encoders import OnlineEncoders
+from bigdit.catalog.families import LOSS_MASK
 from bigdit.dist import World, world_from_env
 from bigdit.engines import Ema, Engine
 from bigdit.loader.batch import Batch, RawBatch, read_ahead

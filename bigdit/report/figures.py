@@ -204,7 +204,7 @@ def curves_figure(plan: Plan) -> Figure:
     """The process's peak in GiB against the micro-batch size, a line for each curve, with the GPU's line."""
     from matplotlib.ticker import MaxNLocator
 
-    usable, chosen = plan.request.gpu.usable_bytes, plan.chosen
+    usable, chosen = plan.request.usable_bytes, plan.chosen
     figure, axes = canvas(10, 5)
     for (label, curve), (colour, marker) in zip(plan.curves.items(), LINES * len(plan.curves), strict=False):
         taken = [nbytes / GIB for nbytes in curve.values()]
@@ -251,7 +251,7 @@ def front_figure(plan: Plan) -> Figure:
         )
     _draw_gpu(axes, plan, horizontal=False)
     axes.set_ylim(0, 1.12 * max(choice.samples_per_second_per_gpu.high for choice in plan.front))
-    axes.set_xlim(0, 1.1 * max([plan.request.gpu.usable_bytes, *(c.process.high_bytes for c in plan.front)]) / GIB)
+    axes.set_xlim(0, 1.1 * max([plan.request.usable_bytes, *(c.process.high_bytes for c in plan.front)]) / GIB)
     axes.set_xlabel("process at its peak, GiB")
     axes.set_ylabel(f"{samples(plan)}/s per GPU")
     marks = [
@@ -264,7 +264,7 @@ def front_figure(plan: Plan) -> Figure:
 
 def _draw_gpu(axes: Axes, plan: Plan, *, horizontal: bool) -> None:
     """Draw the GPU's line, and below it the margin in which a plan is tight."""
-    usable = plan.request.gpu.usable_bytes
+    usable = plan.request.usable_bytes
     margin = plan.chosen.process.high_bytes - plan.chosen.process.low_bytes
     line, area = (axes.axhline, axes.axhspan) if horizontal else (axes.axvline, axes.axvspan)
     line(usable / GIB, color="black", linestyle="--", linewidth=1.2)

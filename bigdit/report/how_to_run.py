@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, get_args
 import yaml
 
 from bigdit.catalog import CatalogModel
-from bigdit.catalog.conditions import embeds_first_frame, takes_first_frame
 from bigdit.catalog.encoders import caption_tokens, online_encoders
-from bigdit.catalog.families import PUBLISHED, fills, objective_of
+from bigdit.catalog.families import PUBLISHED, embeds_first_frame, fills, objective_of, takes_first_frame
 from bigdit.catalog.models import TextInput, before_download, models, repositories
 from bigdit.catalog.resolve import CONFIG
 from bigdit.config.data import PART_SIZE, VaeCodec, part_size

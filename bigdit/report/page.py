@@ -62,7 +62,7 @@ def page(plan: Plan, folder: Path | None = None, others: Sequence[Plan] = ()) ->
 
 def _found(plan: Plan, folder: Path | None, others: Sequence[Plan]) -> dict[str, Any]:
     """The values of the template."""
-    usable = plan.request.gpu.usable_bytes
+    usable = plan.request.usable_bytes
     longest = max(usable, plan.chosen.process.high_bytes)
     return {
         "plan": plan,
@@ -100,7 +100,7 @@ def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
     found = {
         "left on the GPU" if left >= 0 else "too much": (
             gib(abs(left)),
-            f"of {gib(plan.request.gpu.usable_bytes)}",
+            f"of {gib(plan.request.usable_bytes)}",
         ),
         "micro-batch": (str(chosen.strategy.micro_batch_size), f"{chosen.strategy.global_batch_size:,} a step"),
         f"{words.samples(plan)}/s per GPU": (
@@ -151,7 +151,7 @@ def _pieces(phase: PhasePeak, longest: int) -> list[Piece]:
 
 def _waterfall(plan: Plan) -> list[tuple[str, str, str, str, float]]:
     """For each change: the change, why it saves memory, the memory after it, the verdict, the bar's length in %."""
-    longest = max([plan.request.gpu.usable_bytes, *(step.process_bytes for step in plan.waterfall)])
+    longest = max([plan.request.usable_bytes, *(step.process_bytes for step in plan.waterfall)])
     return [
         (step.change, step.saved_by, gib(step.process_bytes), step.verdict, 100 * step.process_bytes / longest)
         for step in plan.waterfall
@@ -161,7 +161,7 @@ def _waterfall(plan: Plan) -> list[tuple[str, str, str, str, float]]:
 def _timeline(plan: Plan) -> Markup:
     ledger = plan.ledger
     figure = timeline_figure(
-        Timeline.unpack(plan.packed_timeline), title="", gpu_bytes=plan.request.gpu.usable_bytes, most=COLUMNS
+        Timeline.unpack(plan.packed_timeline), title="", gpu_bytes=plan.request.usable_bytes, most=COLUMNS
     )
     peaks = ", ".join(f"{phase.phase} {gib(phase.peak_bytes)}" for phase in ledger.phases)
     peak = ledger.deciding.phase
@@ -170,7 +170,7 @@ def _timeline(plan: Plan) -> Markup:
 
 
 def _curves(plan: Plan) -> Markup:
-    limit = gib(plan.request.gpu.usable_bytes)
+    limit = gib(plan.request.usable_bytes)
     ends = "; ".join(
         f"{label}: {gib(curve[min(curve)])} at {min(curve)} to {gib(curve[max(curve)])} at {max(curve)}"
         for label, curve in plan.curves.items()
@@ -225,7 +225,7 @@ def start(plan: Plan) -> dict[str, Any]:
     chosen = plan.chosen
     ran = [each.blocks for each in by_option(plan)[chosen.option]]
     blocks = max(ran) if chosen.strategy.checkpointed_blocks == "all" else chosen.blocks
-    size, gpu = chosen.micro_batch_size, plan.request.gpu.title
+    size, gpu = chosen.micro_batch_size, next(iter(plan.same_kernels))
     return {"strategy": chosen.option, "micro-batch": size, "blocks": blocks, "gpu": gpu}
 
 
@@ -342,7 +342,7 @@ def _fill(plan: Plan, others: Sequence[Plan], temporary: Path, folder: Path, run
     if run is not None:
         write_text(temporary / RUN, run)
     title = f"{plan.request.model.name} on {words.subject(plan)}, {plan.chosen.title}"
-    usable = plan.request.gpu.usable_bytes
+    usable = plan.request.usable_bytes
     memory = timeline_figure(Timeline.unpack(plan.packed_timeline), title=title, gpu_bytes=usable)
     save(memory, temporary / MEMORY)
     if plan.curves:

@@ -122,7 +122,7 @@ def _gpu(plan: Plan) -> Table:
     rows.show_header = False
     for name, nbytes in words.held(plan).items():
         rows.add_row(name, gib(nbytes))
-    rows.add_row("usable", gib(plan.request.gpu.usable_bytes))
+    rows.add_row("usable", gib(plan.request.usable_bytes))
     rows.add_row("left", gib(plan.chosen.headroom_bytes))
     return rows
 

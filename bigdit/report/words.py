@@ -5,7 +5,7 @@ from __future__ import annotations
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 from bigdit.search.plan import Estimate, Plan, lossy_by
 from bigdit.speed.seconds import Interval
-from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, EmaSpec, Strategy
+from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, Strategy
 from bigdit.units import GIB, count, gib, how_many, unit_of
 
 PRECISIONS = {
@@ -226,12 +226,8 @@ def ema(strategy: Strategy) -> str:
     """The EMA of the weights, and where it is kept."""
     if strategy.ema is None:
         return "none"
-    return f"{emas(strategy.ema)} {'in CPU memory' if strategy.ema.device == 'cpu' else 'on the GPU'}"
-
-
-def emas(spec: EmaSpec) -> str:
-    """`in fp32`, or `3 in fp32` for several."""
-    return "in fp32" if spec.count == 1 else f"{spec.count} in fp32"
+    many = "" if strategy.ema.count == 1 else f"{strategy.ema.count} "
+    return f"{many}in fp32 {'in CPU memory' if strategy.ema.device == 'cpu' else 'on the GPU'}"
 
 
 def _buckets(strategy: Strategy) -> dict[str, str]:
@@ -266,7 +262,7 @@ def step_size(strategy: Strategy, note: str = "") -> str:
 
 def verdict(plan: Plan) -> str:
     """The memory that is needed, usable and left."""
-    chosen, usable = plan.chosen, plan.request.gpu.usable_bytes
+    chosen, usable = plan.chosen, plan.request.usable_bytes
     needs = f"needs {gibs(chosen.process.low_bytes, chosen.process.high_bytes)} of {gib(usable)} usable"
     needs += reserved(plan)
     if plan.verdict == "TIGHT":

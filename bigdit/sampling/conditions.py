@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from PIL import Image
 
-from bigdit.catalog.conditions import CLASS_LABEL, FILL, no_class
-from bigdit.catalog.families import ALONE, REFERENCE, Editor, editor_of
+from bigdit.catalog.families import ALONE, CLASS_LABEL, FILL, REFERENCE, Editor, editor_of, no_class
 from bigdit.catalog.resolve import index_of
-from bigdit.config import RunConfig
 from bigdit.config.data import MAX_PIXELS, TextEncoderConfig
+from bigdit.config.run import RunConfig
 from bigdit.encoders.latents import binary, bucket_pixels
 from bigdit.encoders.load import FirstFrames, load_text_encoder
 from bigdit.encoders.protocol import ImageCodec, Images, masked_out, shapes_of, to_unit_range

@@ -16,12 +16,11 @@ from PIL import Image
 from torch import nn
 
 from bigdit import log, models, objectives
-from bigdit.catalog.conditions import class_count, takes_classes
-from bigdit.catalog.families import objective_of
+from bigdit.catalog.families import class_count, objective_of, takes_classes
 from bigdit.checkpoint import Checkpoint, PostHoc, load_model, load_weights, verify
-from bigdit.config import RunConfig
 from bigdit.config.data import fitting_bucket
 from bigdit.config.load import parse_run
+from bigdit.config.run import RunConfig
 from bigdit.encoders.fit import size_misfits
 from bigdit.encoders.load import load_image_codec
 from bigdit.encoders.protocol import to_bytes

@@ -65,7 +65,7 @@ def made(
     progress = Progress(f"planning the training of {request.model.name}{compiled * request.constraints.compile}", say)
     gpus.done = progress.count
     progress.begin("which engines and settings fit")
-    checked, more = check(own, request.gpu, gpus)
+    checked, more = check(own, gpus)
     calibration = Calibration(checked, routed=FAMILIES[request.model.spec.class_name].routed)
     plan = _plan(Planner(request, gpus, calibration, progress))
     if request.constraints.compile:

@@ -189,29 +189,29 @@ class Calibration:
         return [each for each in self.checked if not each.receipt.emulated]
 
 
-def check(receipts: Iterable[Receipt], gpu: Gpu, gpus: EmulatedGpus) -> tuple[list[Checked], list[str]]:
+def check(receipts: Iterable[Receipt], gpus: EmulatedGpus) -> tuple[list[Checked], list[str]]:
     """Run the step of each receipt on emulated GPUs, with its allocator setting. Also a line for each failure."""
     checked, notices = [], []
     for each in receipts:
         problem = f"the receipt of {each.model.name}, {each.written}, is left out"
         try:
-            checked.append(_checked(each, gpu, gpus))
+            checked.append(_checked(each, gpus))
         except (UserError, WorkerError) as error:
             notices.append(f"{problem}: {str(error).splitlines()[0]}")
     return checked, notices
 
 
-def _checked(each: Receipt, gpu: Gpu, gpus: EmulatedGpus) -> Checked:
+def _checked(each: Receipt, gpus: EmulatedGpus) -> Checked:
     from bigdit.speed.step import step_time  # late: it imports numpy, which a cached plan does not need
     from bigdit.speed.work import work_of
 
     request = StepRequest(model=each.model, batch=each.batch, strategy=each.strategy, objective=each.objective)
     attempt = gpus.attempt(request, counted="step")
     cluster = Cluster(gpus=each.strategy.world_size, gpus_per_node=each.gpus_per_node)
-    step = step_time(work_of(attempt.work, each.strategy), each.strategy, gpu, cluster)
+    step = step_time(work_of(attempt.work, each.strategy), each.strategy, gpus.gpu, cluster)
     if each.expandable_segments:
         return Checked(each, step, attempt.peak_reserved_bytes)
-    with EmulatedGpus(gpu, 1, expandable_segments=False) as default:
+    with EmulatedGpus(gpus.gpu, 1, expandable_segments=False) as default:
         return Checked(each, step, default.attempt(request).peak_reserved_bytes)
 
 

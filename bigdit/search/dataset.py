@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape
-from bigdit.catalog.conditions import fill_channels, takes_first_frame
 from bigdit.catalog.encoders import online_encoders
-from bigdit.catalog.families import FAMILIES, fills, stream_shapes
+from bigdit.catalog.families import FAMILIES, fill_channels, fills, stream_shapes, takes_first_frame
 from bigdit.catalog.gpus import precision_problems
 from bigdit.config.data import PART_SIZE, part_size
 from bigdit.encoders.recipes import RECIPES

@@ -14,7 +14,7 @@ from bigdit.profile.attempt import Attempt
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.search.dataset import encoding_requests
-from bigdit.search.plan import Constraints, Estimate, ResolvedRequest, WaterfallStep, process, safe_bytes, verdict_of
+from bigdit.search.plan import Constraints, Estimate, ResolvedRequest, WaterfallStep
 from bigdit.search.planner import Planner, stepped
 from bigdit.search.solve import explore_group, hopeful
 from bigdit.search.space import proposals
@@ -38,9 +38,9 @@ def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[WaterfallStep, 
             notices.append(f"not shown on the way to the recommended one: {change.title}: {problem}".splitlines()[0])
             continue
         bar = attempt.peaks, attempt.peak_reserved_bytes
-        taken = process(attempt.peak_reserved_bytes, planner.non_torch(change.strategy), planner.calibration.margin)
-        verdict, why = verdict_of(taken, planner.request.gpu.usable_bytes), effect(change, before, bar)
-        shown.append(WaterfallStep(change=change.title, process_bytes=taken.high_bytes, verdict=verdict, saved_by=why))
+        taken = planner.reserving(attempt.peak_reserved_bytes, planner.non_torch(change.strategy))
+        nbytes, why = taken["process"].high_bytes, effect(change, before, bar)
+        shown.append(WaterfallStep(change=change.title, process_bytes=nbytes, verdict=taken["verdict"], saved_by=why))
         before = bar
     why, high = effect(last, before, (chosen.phases, chosen.peak_reserved_bytes)), chosen.process.high_bytes
     shown.append(WaterfallStep(change=last.title, process_bytes=high, verdict=chosen.verdict, saved_by=why))
@@ -281,16 +281,15 @@ def _host(request: ResolvedRequest, nearest: Estimate) -> str:
 def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:
     """`nearest` unchanged on the smallest GPU of the catalogue on which it runs, in a machine with enough memory."""
     request, needed, strategy = planner.request, nearest.process.high_bytes, nearest.strategy
-    if needed <= request.gpu.usable_bytes:
+    if needed <= request.usable_bytes:
         return []
     every = (each.reserving() for each in gpus.gpus())
     larger = [each for each in every if each.usable_bytes >= needed and each.tflops.computes(strategy)]
     for gpu in sorted(larger, key=lambda each: each.usable_bytes)[:2]:
         other = planner.about(request.model_copy(update={"gpu": gpu}))
-        room = safe_bytes(gpu, other.non_torch(strategy), planner.calibration.margin)
         try:
             with EmulatedGpus(gpu, 1) as emulated:
-                attempt = emulated.attempt(other.step_request(strategy), room, to_end=False)
+                attempt = emulated.attempt(other.step_request(strategy), other.capacity(strategy), to_end=False)
         except (UserError, WorkerError):
             continue
         if not attempt.fits:

@@ -131,6 +131,11 @@ class ResolvedRequest(Strict):
     from_scratch: Switch = False
     explain: Switch = False
 
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of each GPU that a plan may use, with the CUDA context."""
+        return self.gpu.usable_bytes
+
     def over(self, cluster: Cluster) -> ResolvedRequest:
         """The request on other GPUs. Assumed CPU memory is proportional to the GPUs of a machine."""
         host = self.gpu.host_bytes * cluster.processes_per_node if self.host_assumed else self.host_memory_bytes
@@ -370,7 +375,7 @@ class Plan(Strict):
         """One line for debuggers and notebooks: the request, the verdict, and the needed share of the GPU."""
         request, chosen = self.request, self.chosen
         gpus = f"{request.cluster.gpus} × {request.gpu.name}" if request.cluster.gpus > 1 else request.gpu.name
-        needs = f"{gib(chosen.process.high_bytes)} of {gib(request.gpu.usable_bytes)}"
+        needs = f"{gib(chosen.process.high_bytes)} of {gib(request.usable_bytes)}"
         return f"<Plan {request.model.name} on {gpus}: {self.verdict}, {chosen.title}, {needs}>"
 
     __str__ = __repr__
@@ -453,7 +458,7 @@ def record(plan: Plan, run: str | None = None) -> PlanFile:
         expandable_segments=True,
         expected=Expected(
             verdict=plan.verdict,
-            usable_bytes=request.gpu.usable_bytes,
+            usable_bytes=request.usable_bytes,
             peak_allocated_bytes=chosen.peak_allocated_bytes,
             peak_reserved_bytes=chosen.peak_reserved_bytes,
             process_bytes=(chosen.process.low_bytes, chosen.process.high_bytes),

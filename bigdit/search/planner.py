@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -187,7 +186,7 @@ class Planner:
 
     def reserving(self, reserved_bytes: int, non_torch: ByteRange) -> dict[str, Any]:
         """The fields of an estimate that depend on reserved bytes."""
-        usable, taken = self.request.gpu.usable_bytes, process(reserved_bytes, non_torch, self.calibration.margin)
+        usable, taken = self.request.usable_bytes, process(reserved_bytes, non_torch, self.calibration.margin)
         return {
             "peak_reserved_bytes": reserved_bytes,
             "process": taken,
@@ -220,7 +219,7 @@ class Planner:
             if not isinstance(attempt, Attempt) or not attempt.ran:
                 found.append(None)
                 continue
-            reserved, most = attempt.peak_reserved_bytes, self.request.gpu.usable_bytes - each.non_torch.low_bytes
+            reserved, most = attempt.peak_reserved_bytes, self.request.usable_bytes - each.non_torch.low_bytes
             ran = self.ran(each, attempt, each.strategy)
             if reserved > most:
                 limited = AttemptJob(request=self.step_request(each.strategy), capacity_bytes=max(most, 1))
@@ -239,7 +238,7 @@ class Planner:
         nbytes = self.host(profile).node_bytes
         verdict = "DOES NOT FIT" if self.request.short_of_host(nbytes) else ran.verdict
         found = {"source": "recorded", "host_bytes": nbytes, "verdict": verdict}
-        return ran.model_copy(update=found | stepped(ran.strategy, self.recorded_step(ran, self.request.gpu)))
+        return ran.model_copy(update=found | stepped(ran.strategy, self.recorded_step(ran)))
 
     def step(
         self, strategy: Strategy, work: Work, gpu: Gpu | None = None, launches: Launches | None = None
@@ -248,8 +247,8 @@ class Planner:
         ratio = self.calibration.ratio(strategy) if gpu in (None, self.request.gpu) else None
         return step_time(work, strategy, gpu or self.request.gpu, self.request.cluster, ratio, launches)
 
-    def recorded_step(self, recorded: Estimate, gpu: Gpu) -> StepTime:
-        """The time of the same kernels on this GPU."""
+    def recorded_step(self, recorded: Estimate, gpu: Gpu | None = None) -> StepTime:
+        """The time of the same kernels; on another `gpu` as in `step`."""
         work = work_of(self.profiles[recorded.title].timeline, recorded.strategy)
         return self.step(recorded.strategy, work, gpu, self.launches[recorded.title])
 
@@ -297,8 +296,7 @@ class Planner:
         starts from predictions for the planned size."""
         columns = {"none": 0, "recommended": chosen.blocks, "full": self.options[chosen.option].count}
         rows = [*dict.fromkeys(columns.values())]
-        with ThreadPoolExecutor(len(rows)) as pool:  # none waits for another's size
-            ran = dict(zip(rows, pool.map(partial(self._largest, chosen), rows), strict=True))
+        ran = dict(zip(rows, self.gpus.apart(partial(self._largest, chosen), rows), strict=True))
         sizes = (self.request.resolution, *self.request.buckets)
         found = {size: {column: ran[blocks].get(size) for column, blocks in columns.items()} for size in sizes}
         self.limits[chosen.title] = {
@@ -349,8 +347,7 @@ class Planner:
         # Height and width swapped, a sample takes the same bytes.
         turned = {size: next(each for each in sizes if each in (size, size[::-1])) for size in sizes}
         others = [size for size in dict.fromkeys(turned.values()) if size != sizes[0] and is_searched(size)]
-        with ThreadPoolExecutor(2) as pool:
-            [*pool.map(search, (others[::2], others[1::2]), (pixels, pixels))]
+        self.gpus.apart(search, (others[::2], others[1::2]), (pixels, pixels))
         return {size: limits[first] for size, first in turned.items() if first in limits and is_searched(size)}
 
 

@@ -193,7 +193,7 @@ def smaller(planner: Planner, chosen: Estimate) -> tuple[StepSize, ...]:
     found: list[StepSize] = []
     capacity = planner.options[chosen.option].reserved(chosen.micro_batch_size, chosen.blocks)
     while True:
-        capacity -= LESS * planner.request.gpu.usable_bytes
+        capacity -= LESS * planner.request.usable_bytes
         fastest = _fastest(planner, chosen, capacity)
         if fastest is None:
             return tuple(found)

@@ -70,8 +70,7 @@ def probe(planner: Planner, strategies: Sequence[Strategy], *, variant: bool = F
 
 def explore(planner: Planner, proposed: Sequence[Option]) -> list[FailedOption]:
     """Add options to the planner, and return those that could not run. Bases come before their variants."""
-    with ThreadPoolExecutor(max(len(proposed), 1)) as pool:  # none waits for another's first attempts
-        found = [*pool.map(partial(_attempts_of, planner), proposed)]
+    found = planner.gpus.apart(partial(_attempts_of, planner), proposed)
     failed, count = [], planner.request.model.block_count
     for option, (strategies, attempts) in zip(proposed, found, strict=True):
         ran = [each for each in attempts if isinstance(each, Attempt)]
@@ -140,8 +139,7 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
     soon = [each for each in group if not each.strategy.blocks_to_swap] if request.cluster.gpus == 1 else bases
     soon, then = ([each for each in some if _may_fit(planner, each)] for some in (soon, later))
     soon += then[: planner.gpus.count - len(soon)] if 0 < len(soon) < planner.gpus.count else []
-    with ThreadPoolExecutor(max(len(soon), 1)) as pool:
-        [*pool.map(lambda each: _begin(planner, each, bases), soon)]
+    planner.gpus.apart(lambda each: _begin(planner, each, bases), soon)
     for base in bases:
         on_host: dict[str, int] = {}  # bytes by title, of those that fit the GPU
         for each in (each for each in group if base in (each, each.base)):
@@ -174,7 +172,7 @@ def _begin(planner: Planner, option: Option, bases: Sequence[Option]) -> None:
 def _state(planner: Planner, option: Option) -> tuple[bool, int]:
     """Whether the GPU holds the option's state, and the least CPU memory of a machine, from its first attempt."""
     found, request = _first_attempt(planner, option), planner.request  # if it failed, `explore` reports why
-    most = request.gpu.usable_bytes - planner.non_torch(option.strategy).low_bytes
+    most = request.usable_bytes - planner.non_torch(option.strategy).low_bytes
     state = host_peak(found) if isinstance(found, Attempt) else 0
     holds = not isinstance(found, Attempt) or state_bytes(found) <= most
     return holds, node_bytes(state, request.cluster, request.samples)
@@ -195,9 +193,7 @@ def _least_optimizer_bytes(planner: Planner, option: Option) -> int:
 
 def _may_fit(planner: Planner, option: Option) -> bool:
     on_host, request = option.strategy.optimizer_in_cpu_memory, planner.request
-    return _least_optimizer_bytes(planner, option) <= (
-        request.host_memory_bytes if on_host else request.gpu.usable_bytes
-    )
+    return _least_optimizer_bytes(planner, option) <= (request.host_memory_bytes if on_host else request.usable_bytes)
 
 
 def _reject(planner: Planner, title: str, on_host: Collection[int]) -> None:

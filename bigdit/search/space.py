@@ -48,9 +48,9 @@ def proposals(request: ResolvedRequest) -> tuple[list[Option], list[Rejected]]:
     for engine, cp in _engines(request):
         ring = least_ring(request.model.spec, cp, request.cluster.gpus_per_node)
         least = COPIES.get(engine, 0) * _weights(request)
-        if least > request.gpu.usable_bytes and request.constraints.engine is None:
+        if least > request.usable_bytes and request.constraints.engine is None:
             what = "weights and gradients" if COPIES[engine] > 1 else "the weights"
-            reason = f"{what} alone take {gib(least)} of the GPU's {gib(request.gpu.usable_bytes)}"
+            reason = f"{what} alone take {gib(least)} of the GPU's {gib(request.usable_bytes)}"
             whole = ", all weights on the GPU" if engine == "single" else ""
             left_out.append(Rejected(choice=f"{_engine_title(request, engine, cp)}{whole}", reason=reason))
             continue

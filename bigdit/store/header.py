@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from bigdit.catalog.conditions import FILL, LOSS_MASK
-from bigdit.catalog.families import REFERENCE
+from bigdit.catalog.families import FILL, LOSS_MASK, REFERENCE
 from bigdit.errors import UserError, shown
 from bigdit.files import open_file
 from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, EditShape, Shape, Skipped, parse_shape, part_range, range_text

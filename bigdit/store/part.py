@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,8 +42,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from bigdit.catalog.conditions import FILL, LOSS_MASK
-from bigdit.catalog.families import REFERENCE
+from bigdit.catalog.families import FILL, LOSS_MASK, REFERENCE
 from bigdit.sources.protocol import Caption
 from bigdit.store.tensors import Pieces, bytes_of, chained_digest, commit, header_bytes, row_digest
 from bigdit.store.text import Cut, Lengths, Text, TextKey, caption_columns
@@ -231,23 +231,30 @@ class PartWriter:
         encoded: EncodedRange,
         identity: str,
         workspace: Path | None = None,
-        committed: Callable[[], None] = lambda: None,
+        committed: Callable[[float], object] = lambda seconds: None,
     ) -> None:
         """Write a part with this `part_identity`, through `workspace` as in files.replacing.
 
-        The writer's thread calls `committed` when the part is on disk. Raises UserError if an earlier part failed.
+        The writer's thread calls `committed` with its seconds when the part is on disk. Raises UserError if an earlier
+        part failed.
         """
         self._wait(WAITING_PARTS - 1)
         self._waiting.append(self._thread.submit(self._commit, path, encoded, identity, workspace, committed))
 
     def _commit(
-        self, path: Path, encoded: EncodedRange, identity: str, workspace: Path | None, committed: Callable[[], None]
+        self,
+        path: Path,
+        encoded: EncodedRange,
+        identity: str,
+        workspace: Path | None,
+        committed: Callable[[float], object],
     ) -> None:
         if self._failed:
             return
+        began = time.perf_counter()
         try:
             write_part(path, encoded, workspace, identity=identity, eight_bits=self._eight_bits)
-            committed()
+            committed(time.perf_counter() - began)
         except BaseException:
             self._failed = True
             raise

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bigdit.catalog.conditions import FILL
-from bigdit.catalog.families import REFERENCE
+from bigdit.catalog.families import FILL, REFERENCE
 from bigdit.errors import UserError
 from bigdit.store.files import File, PreadFile
 from bigdit.store.header import Column, Header, check_part, damaged, read_header

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from bigdit.catalog.conditions import no_class
 from bigdit.catalog.context import context_misfits
-from bigdit.catalog.families import FAMILIES
+from bigdit.catalog.families import FAMILIES, no_class
 from bigdit.checkpoint import Peers
-from bigdit.config import RunConfig
 from bigdit.config.check import has_store, paths
 from bigdit.config.data import DataConfig
 from bigdit.config.load import of_each
 from bigdit.config.plan_file import PlanFile
+from bigdit.config.run import RunConfig
 from bigdit.dist import World
 from bigdit.encoders.components import lacking
 from bigdit.encoders.fit import smaller_than_planned, store_misfits

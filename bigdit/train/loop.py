@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bigdit import checkpoint, log, optim, receipt
-from bigdit.config import RunConfig
-from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS, EXPORTS, RECEIPT, receipt_of
+from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS, EXPORTS, RECEIPT, RunConfig, receipt_of
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.order import step_seed

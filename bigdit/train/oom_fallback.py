@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from bigdit import log, shortage
 from bigdit.cache import read_checksummed, write_checksummed
 from bigdit.checkpoint import Peers
-from bigdit.config import RunConfig
+from bigdit.config.run import RunConfig
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.receipt import OutOfMemory
 from bigdit.strategy import StepSize, Strategy, Strict

@@ -9,9 +9,8 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile, unplanned
-from bigdit.config.run import RECORD
+from bigdit.config.run import RECORD, RunConfig
 from bigdit.documents import parse_json
 from bigdit.errors import versions
 from bigdit.files import write_json

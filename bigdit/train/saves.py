@@ -10,8 +10,7 @@ from torch import nn
 
 from bigdit import checkpoint, log
 from bigdit.checkpoint import Saver
-from bigdit.config import RunConfig
-from bigdit.config.run import EXPORTS
+from bigdit.config.run import EXPORTS, RunConfig
 from bigdit.engines import Ema, Engine
 from bigdit.train.monitor.metrics import Metrics
 from bigdit.units import gib, how_many

@@ -12,12 +12,11 @@ from torch import nn
 
 from bigdit import checkpoint, engines, models
 from bigdit.catalog import FAMILIES, batch_shape
-from bigdit.catalog.conditions import takes_more_channels
-from bigdit.catalog.families import objective_of
+from bigdit.catalog.families import objective_of, takes_more_channels
 from bigdit.catalog.resolve import model_of_arguments, read_model_config
-from bigdit.config import RunConfig, check
+from bigdit.config.check import check
 from bigdit.config.load import of_each
-from bigdit.config.run import CHECKPOINTS
+from bigdit.config.run import CHECKPOINTS, RunConfig
 from bigdit.dist import World
 from bigdit.engines import Ema, Engine
 from bigdit.errors import UserError

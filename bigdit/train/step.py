@@ -12,8 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from bigdit import objectives, optim
-from bigdit.catalog.conditions import LOSS_MASK
-from bigdit.catalog.families import FAMILIES
+from bigdit.catalog.families import FAMILIES, LOSS_MASK
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 from bigdit.models import Family

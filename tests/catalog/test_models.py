@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 import bigdit.catalog
 from bigdit.catalog import FAMILIES, batch_shape, latent_shape, model
-from bigdit.catalog.conditions import class_count, class_misfits, no_class, takes_classes, takes_first_frame
-from bigdit.catalog.families import fills, is_controlled, training_obstacle
+from bigdit.catalog.conditions import class_misfits
+from bigdit.catalog.families import (
+    class_count,
+    fills,
+    is_controlled,
+    no_class,
+    takes_classes,
+    takes_first_frame,
+    training_obstacle,
+)
 from bigdit.catalog.gpus import gpus
 from bigdit.catalog.models import licences, models
 from bigdit.catalog.names import load_json

@@ -254,6 +254,24 @@ def test_ctrl_c_while_its_first_module_is_imported_says_so():
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+def test_ctrl_c_in_a_finalizer_is_not_dropped():
+    """Python prints it there with a traceback, and goes on."""
+    code = (
+        "import os, signal, time\n"
+        "from bigdit.errors import guard\n"
+        "class Typed:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(0.1)\n"
+        "def main():\n"
+        "    Typed()\n"
+        "    time.sleep(60)\n"
+        "raise SystemExit(guard(main))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_ctrl_c_while_what_was_interrupted_exits_is_no_traceback():
     """In exit handlers, such as torch's, which take seconds."""
     code = (

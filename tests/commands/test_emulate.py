@@ -113,14 +113,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl")
-model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cuda()
-if "ddp" in os.environ["HOW"]:
-    model = DistributedDataParallel(model)
-else:
-    fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters())
+shards, copy = (torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cuda() for _ in range(2))
+models = [fully_shard(shards), DistributedDataParallel(copy)]
+optimizer = torch.optim.AdamW([{"params": [*model.parameters()]} for model in models])
 for step in range(100):
-    model(torch.randn(100, 1024, device="cuda")).square().mean().backward()
+    x = torch.randn(100, 1024, device="cuda")
+    sum(model(x).square().mean() for model in models).backward()
     optimizer.step()
     optimizer.zero_grad()
     torch.cuda.memory_snapshot()
@@ -288,33 +286,22 @@ def state_of(account: dict[str, Any]) -> int:
     return sum(group["nbytes"] for group in account["gpus"][0]["live"] if group["phase"] == "step")
 
 
-def test_two_processes_on_two_gpus(tmp_path: Path) -> None:
-    """Copies of one model, and shards on two machines."""
-    command = ("torchrun", "--standalone", "--nproc-per-node", 2, script(tmp_path, SHARDS))
-    done = emulate("--gpu", "a40", "--processes", 2, "--steps", 2, "--json", "--", *command, HOW="ddp")
-    assert done.returncode == 0, done.stderr
-    accounts = done.report["runs"][0]["accounts"]
-    assert [(each["rank"], each["steps"], each["gpus"][0]["index"]) for each in accounts] == [(0, 2, 0), (1, 2, 1)]
-    assert state_of(accounts[0]) >= 2 * PARAMETERS
-    assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot has all GPUs
-    process = accounts[0]["gpus"][0]["process"]
-    assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is unknown
-
-
 def test_two_machines_with_two_gpus_each(tmp_path: Path) -> None:
-    """Launchers find each other by variables. torchrun starts a process for each GPU if it is not asked for another
-    number. Each machine's GPUs have their own memory."""
+    """A copy of one model, and shards of another. Launchers find each other by variables. torchrun starts a process for
+    each GPU if it is not asked for another number. Each machine's GPUs have their own memory."""
     command = ("torchrun", script(tmp_path, SHARDS))
     asked = ("--gpu", "a40", "--nodes", 2, "--processes", 2, "--steps", 2)
-    done = emulate(*asked, "--json", "--", *command, HOW="fsdp")
+    done = emulate(*asked, "--json", "--", *command)
     assert done.returncode == 0, done.stderr
     accounts = done.report["runs"][0]["accounts"]
     found = [(each["node"], each["rank"], each["world_size"], each["gpus"][0]["index"]) for each in accounts]
     assert found == [(0, 0, 4, 0), (0, 1, 4, 1), (1, 2, 4, 0), (1, 3, 4, 1)]
     assert [each["steps"] for each in accounts] == [2] * 4
-    assert PARAMETERS / 2 <= state_of(accounts[0]) < PARAMETERS  # a quarter of two states
+    assert 2.5 * PARAMETERS <= state_of(accounts[0]) < 3 * PARAMETERS  # two states, and a quarter of two
     assert (done.report["nodes"], done.report["fits"]) == (2, True)
-    assert not any("shared its memory" in notice for notice in done.report["notices"])
+    assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot has all GPUs
+    process = accounts[0]["gpus"][0]["process"]
+    assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is unknown
 
 
 NETWORKED = """
@@ -390,6 +377,6 @@ def test_fp16_has_two_answers(tmp_path: Path) -> None:
 
 def test_more_processes_than_gpus(tmp_path: Path) -> None:
     command = ("torchrun", "--standalone", "--nproc-per-node", 2, script(tmp_path, SHARDS))
-    done = emulate("--gpu", "a40", "--json", "--", *command, HOW="fsdp")
+    done = emulate("--gpu", "a40", "--json", "--", *command)
     assert done.returncode == 1
     assert any("--processes 2 gives each its own" in notice for notice in done.report["notices"])

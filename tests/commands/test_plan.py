@@ -100,7 +100,9 @@ def test_a_plan_for_people_for_machines_and_for_python(tmp_path, monkeypatch):
     """One request, asked three ways. The second and third answers come from the cache. On a stderr that is no
     terminal a plan prints its stages, a line each, but none if it is cached. stdout has the plan alone."""
     monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / "cache")))
-    options = (*TINY, "--gpu", "rtx-3060", "--images", "10k", "--global-batch", "64")
+    fixed = {"images": "10k", "global_batch": 64, "engine": "single", "optimizer": "adamw"}
+    named = [word for name, value in fixed.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    options = (*TINY, "--gpu", "rtx-3060", *named)
     shown = bigdit("plan", *options, "--out", tmp_path / "plan", timeout=500)
     assert shown.returncode == 0, shown.stderr
     # Paths are as long as they are, and commands may be copied whole.
@@ -120,7 +122,7 @@ def test_a_plan_for_people_for_machines_and_for_python(tmp_path, monkeypatch):
 
     code = (
         "import bigdit, json\n"
-        "plan = bigdit.plan('dit-s-8', 'rtx-3060', images='10k', global_batch=64)\n"
+        f"plan = bigdit.plan('dit-s-8', 'rtx-3060', **{fixed})\n"
         "print(json.dumps(plan.model_dump(mode='json', exclude={'packed_timeline', 'ran'}) | {'fits': plan.fits}))"
     )
     done = subprocess.run(

@@ -22,7 +22,7 @@ from reader import (
 )
 from reference import commands
 
-from bigdit.config import load_run
+from bigdit.config.load import load_run
 from bigdit.recipes import names, recipe
 
 PAGES = [FIRST, *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))]

@@ -91,6 +91,10 @@ def test_what_takes_turns_and_what_has_no_room_is_reported():
         "and even that does not fit the NVIDIA GeForce RTX 3060 (emulated): 12.00 GiB are needed for the text "
         "encoders, and 11.10 GiB are free; encoders.device: cpu takes nothing of a GPU"
     )
+    whole = run(DIT, text={"pipeline": "pipeline", "dtype": "fp32"})
+    assert batch_size._explanation(EncodeBatch(1, None, nothing), whole, small, 1, 1).endswith(
+        "12.00 GiB are needed for the text encoders, and 11.10 GiB are free; encoders.text.dtype: bf16 takes half"
+    )
     assert batch_size._explanation(EncodeBatch(1, None, by_turns), asked, small, 2, 2).endswith("; fewer data.workers")
     large = EncodeBatch(1, None, EncodersNeed(EncoderBytes(GIB, 20 * GIB, 0), EncoderBytes(GIB, 0, 0)))
     assert batch_size._explanation(large, asked, small, 1, 1).endswith(

@@ -11,7 +11,7 @@ from tiny_sources import gradient, opened, reason, save
 from training import run
 
 from bigdit import objectives
-from bigdit.catalog.conditions import LOSS_MASK
+from bigdit.catalog.families import LOSS_MASK
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract

@@ -8,8 +8,8 @@ import pytest
 from commands import DIGITS, bigdit, with_set
 
 from bigdit.catalog.resolve import model_spec
-from bigdit.config import load_run
 from bigdit.config.data import SourceConfig
+from bigdit.config.load import load_run
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract
 from bigdit.extract.tasks import Ray, Slurm, _Task

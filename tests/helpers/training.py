@@ -1,11 +1,14 @@
 """Tiny runs of the digits in this process."""
 
+import contextlib
+import io
+
 import yaml
 from commands import DIGITS, SINGLE, TINY, in_process, reading, with_set
 from safetensors.torch import load_file
 
 from bigdit import checkpoint
-from bigdit.config import load_stages
+from bigdit.config.load import load_stages
 from bigdit.dist import World
 from bigdit.errors import guard
 from bigdit.train.__main__ import main
@@ -50,6 +53,13 @@ def encoded_for(folder, model, vae, data, text=(), strategy=(), **encoders):
 def train_here(config, *overrides):
     """Train the run of a YAML in this process, by the command's own function."""
     assert launched(config, overrides) == 0
+
+
+def refusal(config, *overrides):
+    """What training says of the run of a YAML that it refuses."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        assert launched(config, overrides) == 1
+    return " ".join(printed.getvalue().split())
 
 
 def run_to(steps, output, features, *overrides):

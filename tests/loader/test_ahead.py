@@ -9,7 +9,8 @@ import pytest
 from commands import DIGITS, SINGLE
 from tiny_models import SANA
 
-from bigdit.config import check, load_run
+from bigdit.config.check import check
+from bigdit.config.load import load_run
 from bigdit.loader.batch import read_ahead
 
 

@@ -11,7 +11,7 @@ from stores import make_store, stream_of
 from views import counted_flops
 
 from bigdit import models
-from bigdit.catalog.conditions import LOSS_MASK
+from bigdit.catalog.families import LOSS_MASK
 from bigdit.dist import World
 from bigdit.loader.order import dealt, sample_seed
 from bigdit.loader.stream import FeatureStream

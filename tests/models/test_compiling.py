@@ -1,10 +1,12 @@
 """Compiled blocks learn as others do, share their graphs, and are planned as they run."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch._dynamo
 from commands import HELPERS, ROOT, run_ranks
-from gpus import A40
 from stepping import one_batch
 from tiny_models import DIT, SANA, SHAPE, WAN
 from torch._dynamo.utils import counters
@@ -70,23 +72,30 @@ def test_compiled_blocks_learn_as_others_do_and_share_their_graphs(printed, grap
     assert counted["unique_graphs"] == graphs
 
 
+@pytest.fixture(scope="module")
+def gpus(own_cache, tmp_path_factory):
+    """One GPU, and an empty folder for what is traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("traced")))
+        with EmulatedGpus(catalog.gpu("h100-sxm"), 1) as found:
+            yield found
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("spec", "shape", "more"),
     [(DIT, BatchShape(latents=(4, 8, 8)), {"offload_activations": True}), (SANA, SHAPE, {}), (Z_IMAGE, SHAPE, {})],
     ids=["slices in CPU memory", "convolutions and masks", "lengths of texts"],
 )
-def test_a_plan_runs_compiled_blocks(spec, shape, more):
-    """With fewer kernels. The recorded step takes the bytes of one that is not recorded."""
+def test_a_plan_runs_compiled_blocks(gpus, spec, shape, more):
+    """With a third fewer kernels. The recorded step takes the bytes of one that is not recorded."""
     plain, compiled = (
         StepRequest(model=spec, batch=shape, strategy=Strategy(compile_blocks=switch, **more))
         for switch in (False, True)
     )
-    with EmulatedGpus(A40, 1) as gpus:
-        one, other = (gpus.attempt(each, counted="step") for each in (plain, compiled))
-        ledger = gpus.profile(compiled).ledger
-    assert kernels(other) < kernels(one)
+    one, other = (gpus.attempt(each, counted="step") for each in (plain, compiled))
+    ledger = gpus.profile(compiled).ledger
+    assert 3 * kernels(other) <= 2 * kernels(one)
     assert on_host(other) <= on_host(one)  # what the emulated GPU does for a kernel is no part of a step
     assert COMPILED in {each.operator for each in other.work.operators}  # also after a plain step of the same model
     assert 0.9 * flops(one) < flops(other) <= flops(one)  # the smallest products are in kernels with several operators
@@ -96,16 +105,16 @@ def test_a_plan_runs_compiled_blocks(spec, shape, more):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_cache")
-def test_what_is_traced_of_attention_over_processes_and_of_fp8_is_kept(tmp_path, monkeypatch):
+def test_what_is_traced_of_attention_over_processes_and_of_fp8_is_kept(gpus):
     """By itself torch keeps only kernels: each attempt would trace again, of FP8 also the code that calls them."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    traced = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    before = {*traced.glob("aotautograd/*")}
     shared = {"engine": "fsdp2", "world_size": 2, "cp": 2, "micro_batch_size": 2}
     strategy = Strategy(**shared, compile_blocks=True, float8="rowwise")
+    one_block = WAN.model_copy(update={"kwargs": WAN.kwargs | {"num_layers": 1}})
     shape = BatchShape(latents=(4, 2, 8, 8), text=(6, 12))
-    with EmulatedGpus(catalog.gpu("h100-sxm"), 1) as gpus:
-        gpus.attempt(StepRequest(model=WAN, batch=shape, strategy=strategy))
-    assert [*tmp_path.glob("aotautograd/*")]
+    gpus.attempt(StepRequest(model=one_block, batch=shape, strategy=strategy))
+    assert {*traced.glob("aotautograd/*")} > before
 
 
 def kernels(attempt):

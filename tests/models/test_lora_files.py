@@ -212,14 +212,14 @@ PAIR = {f"{ONE}.lora_A.weight": torch.ones(2, 16), f"{ONE}.lora_B.weight": torch
         (PAIR | {f"{ONE}.lora_magnitude_vector": torch.ones(16)}, {}, r"it has magnitudes \(DoRA\); set strategy"),
         (PAIR, {"targets": ("to_k",)}, r"leaves that out; set strategy.lora.targets to \[to_q\]"),
         (
-            {key.replace("transformer_blocks", "layers"): value for key, value in PAIR.items()},
+            {f"lora_unet_input_blocks_4_1_attn1_to_q.{key[-13:]}": value for key, value in PAIR.items()},
             {},
-            "its layer transformer.layers.0.attn.to_q is none of FluxTransformer2DModel: it is of another model",
+            "is none of FluxTransformer2DModel: it is of a U-Net",
         ),
         (
-            PAIR | {f"{ONE}.lora_A.weight": torch.ones(2, 8)},
+            {f"{ONE}.lora_A.weight": torch.ones(2, 3072), f"{ONE}.lora_B.weight": torch.ones(3072, 2)},
             {},
-            r"is 16 × 8, and transformer_blocks.0.attn.to_q of the model 16 × 16: it is of another model",
+            r"is 3072 × 3072, and \S+ of the model 16 × 16: its layers are those of flux.1-dev",
         ),
     ],
 )  # fmt: skip
@@ -252,12 +252,6 @@ def test_names_of_xlabs_are_read():
 @pytest.mark.parametrize(
     ("layer", "rows", "columns", "owner"),
     [
-        (
-            "transformer.transformer_blocks.7.attn.to_q",
-            3072,
-            3072,
-            "its layers are those of flux.1-dev; set model.name to that",
-        ),
         (
             "transformer.transformer_blocks.7.attn.to_q",
             1536,

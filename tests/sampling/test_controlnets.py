@@ -10,11 +10,11 @@ import tiny_pipelines
 import tiny_sources
 import tiny_vaes
 import torch
-from commands import bigdit, in_process, with_set
+from commands import in_process, with_set
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from gpus import benched
 from PIL import Image
-from training import encoded_for, train_here
+from training import encoded_for, refusal, train_here
 
 from bigdit import objectives
 from bigdit.checkpoint import latest
@@ -139,16 +139,13 @@ def test_a_run_resumes_and_what_does_not_fit_is_refused_in_a_line(trained, tmp_p
         )
         assert done.returncode == 1
         assert problem in " ".join(done.stderr.split()), done.stderr
-    alone = with_set((f"model.init_from={folder / 'run/checkpoints/step-00000004'}", f"output={tmp_path / 'run'}"))
-    done = bigdit("train", "--config", folder / "run.yaml", *alone)
-    assert done.returncode == 1
-    assert "holds only a ControlNet; its base is" in " ".join(done.stderr.split())
+    alone = (f"model.init_from={folder / 'run/checkpoints/step-00000004'}", f"output={tmp_path / 'run'}")
+    assert "holds only a ControlNet; its base is" in refusal(folder / "run.yaml", *alone)
     resumed = f"output={shutil.copytree(folder / 'run', tmp_path / 'resumed')}"
     train_here(folder / "run.yaml", resumed, "train.steps=6")
     assert latest(tmp_path / "resumed")[0].step == 6
-    done = bigdit("train", "--config", folder / "run.yaml", *with_set((resumed, "strategy.controlnet.layers=1")))
-    assert done.returncode == 1
-    assert "was trained with strategy.controlnet.layers 2" in " ".join(done.stderr.split())
+    refused = refusal(folder / "run.yaml", resumed, "strategy.controlnet.layers=1")
+    assert "was trained with strategy.controlnet.layers 2" in refused
     over_nf4 = ("strategy.controlnet.base=nf4", f"output={tmp_path / 'nf4'}")
     for steps in (2, 3):
         train_here(folder / "run.yaml", *over_nf4, f"train.steps={steps}")

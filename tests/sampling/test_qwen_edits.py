@@ -9,7 +9,7 @@ import tiny_pipelines
 import tiny_sources
 import tiny_vaes
 import torch
-from commands import bigdit, in_process, with_set
+from commands import in_process, with_set
 from gpus import benched
 from PIL import Image
 from training import encoded_for, exported, train_here
@@ -86,7 +86,7 @@ def test_a_batch_is_what_the_pipeline_feeds_its_transformer(encoded):
     transformer = diffusers.QwenImageTransformer2DModel(**tiny_pipelines.QWEN_IMAGE).eval()
     rows = torch.tensor([[0, 0], [1, 0]]).numpy()
     read, dropped = (BatchReader(store, 2, share, pinned=False).read(SHAPE, *rows, [1, 2]) for share in (0.0, 1.0))
-    for place, number, batch, caption in ((1, 0, read, CAPTIONS[0]), (1, 0, dropped, ""), (0, 1, dropped, "")):
+    for place, number, batch, caption in ((1, 0, read, CAPTIONS[0]), (0, 1, dropped, "")):
         _, (fed, answer) = edit(pipeline, transformer, folder, number, caption)
         texts, tokens = fed["encoder_hidden_states"], fed["hidden_states"]
         count = int(batch.text_mask[place].float().sum())
@@ -174,63 +174,20 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
 
 
 @pytest.mark.parametrize("encoded", ["QwenImageEditPlusPipeline"], indirect=True)
-def test_samples_of_two_references_are_what_the_pipeline_makes_of_both(encoded, tmp_path):
+def test_samples_of_one_and_of_two_references_are_what_the_pipeline_makes_of_them(encoded, tmp_path):
+    """They train in batches of one number."""
     folder, pipeline = encoded
     pair = [str(folder / f"images/{number}.reference.png") for number in (1, 0)]
-    rows = [
-        {"image": str(folder / "images/0.png"), "caption": "put both", "reference": pair},
-        {"image": str(folder / "images/1.png"), "caption": "one alone", "reference": pair[:1]},
-        {"image": str(folder / "images/2.png"), "caption": "one gone", "reference": [pair[0], "gone.png"]},
-    ]
-    (tmp_path / "list.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    settings = (f"data.images={tmp_path / 'list.jsonl'}", f"data.features={tmp_path / 'features'}",
-                "data.references=2", f"output={tmp_path / 'run'}", "strategy.micro_batch_size=1",
-                f"samples={{captions: [put both], images: [{pair[0]}, {pair[1]}], steps: 1}}")  # fmt: skip
-    done = bigdit("extract", "--config", folder / "run.yaml", *with_set(settings))
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "features/report.json").read_text())
-    assert [each["reason"] for each in report["skipped"]] == [
-        "column reference names 1 image, and data.references is 2 (list.jsonl row 2)",
-        "reference: image gone.png is missing; its path is relative to the table (list.jsonl row 3)",
-    ]
-    store = FeatureStore.open(tmp_path / "features")
-    batch = BatchReader(store, 1, 0.0, pinned=False).read(SHAPE, *torch.tensor([[0], [0]]).numpy(), [1])
-    transformer = diffusers.QwenImageTransformer2DModel(**tiny_pipelines.QWEN_IMAGE).eval()
-    both = [reference_of(folder, number) for number in (1, 0)]
-    _, (fed, answer) = edit(pipeline, transformer, folder, 0, "put both", references=both)
-    count = int(batch.text_mask[0].float().sum())
-    assert torch.equal(batch.text_embeds[0, :count], fed["encoder_hidden_states"][0].bfloat16())
-    own = SHAPE[1] * SHAPE[2] // 4
-    latents = models.packing.unpack(fed["hidden_states"][:, :own], *SHAPE[1:])
-    given = type(batch)(None, batch.text_embeds.float(), batch.text_mask, (0,),
-                        {"reference": batch.extras["reference"].float()})  # fmt: skip
-    with torch.no_grad():
-        found = models.family("QwenImageTransformer2DModel").predict(transformer, latents, fed["timestep"], given)
-    assert torch.allclose(pack(found), answer[:, :own], atol=0.02 * answer.abs().max().item())  # rounded to bf16
-    train_here(folder / "run.yaml", *settings, "train.steps=1")
-    pictures = [part for each in pair for part in ("--image", each)]
-    drawn = in_process("sample", "--checkpoint", tmp_path / "run", "--caption", "put both", *pictures, "--steps", "1",
-                       "--out", tmp_path / "samples")  # fmt: skip
-    assert drawn.returncode == 0, drawn.stderr
-    drawn = in_process("sample", "--checkpoint", tmp_path / "run", "--caption", "put both", "--image", pair[0],
-                       "--out", tmp_path / "none")  # fmt: skip
-    assert "--image: the model edits 2 images: 1 were given for 1 captions" in " ".join(drawn.stderr.split())
-
-
-@pytest.mark.parametrize("encoded", ["QwenImageEditPlusPipeline"], indirect=True)
-def test_samples_with_different_numbers_of_references_train_in_batches_of_one_number(encoded, tmp_path):
-    folder, _ = encoded
-    pair = [str(folder / f"images/{number}.reference.png") for number in (1, 0)]
-    given = {"0": pair, "1": pair[:1], "2": pair[1:], "none": [], "many": [*pair, pair[0]]}
+    given = [pair, pair[:1], pair[1:], [], [*pair, pair[0]]]
     rows = [
         {"image": str(folder / f"images/{number % 3}.png"), "caption": "put it", "reference": each}
-        for number, each in enumerate(given.values())
+        for number, each in enumerate(given)
     ]
     (tmp_path / "list.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     settings = (f"data.images={tmp_path / 'list.jsonl'}", f"data.features={tmp_path / 'features'}",
                 "data.references=2", "data.min_references=1", "data.caption_dropout=0", "strategy.micro_batch_size=1",
                 "train.lr_schedule=constant")  # fmt: skip
-    done = bigdit("extract", "--config", folder / "run.yaml", *with_set(settings))
+    done = in_process("extract", "--workers", "1", "--config", folder / "run.yaml", *with_set(settings))
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "features/report.json").read_text())
     assert report["buckets"] == {"4x8x12": 1, "4x8x12r1": 2}
@@ -240,28 +197,45 @@ def test_samples_with_different_numbers_of_references_train_in_batches_of_one_nu
     ]
     store = FeatureStore.open(tmp_path / "features")
     reader, (both, one) = BatchReader(store, 2, 0.0, pinned=False), store.buckets
-    batches = [
+    batch, ones = (
         reader.read(shape, *torch.tensor([[0] * count, [*range(count)]]).numpy(), [*range(count)])
         for shape, count in ((both, 1), (one, 2))
-    ]
-    assert [tuple(each.extras["reference"].shape[:2]) for each in batches] == [(1, 2), (2, 1)]
+    )
+    assert [tuple(each.extras["reference"].shape[:2]) for each in (batch, ones)] == [(1, 2), (2, 1)]
     for number in range(2):
-        assert torch.equal(batches[0].extras["reference"][0, number], batches[1].extras["reference"][number, 0])
+        assert torch.equal(batch.extras["reference"][0, number], ones.extras["reference"][number, 0])
+    transformer = diffusers.QwenImageTransformer2DModel(**tiny_pipelines.QWEN_IMAGE).eval()
+    references = [reference_of(folder, number) for number in (1, 0)]
+    _, (fed, answer) = edit(pipeline, transformer, folder, 0, "put it", references=references)
+    count = int(batch.text_mask[0].float().sum())
+    assert torch.equal(batch.text_embeds[0, :count], fed["encoder_hidden_states"][0].bfloat16())
+    own = SHAPE[1] * SHAPE[2] // 4
+    latents = models.packing.unpack(fed["hidden_states"][:, :own], *SHAPE[1:])
+    shown = type(batch)(None, batch.text_embeds.float(), batch.text_mask, (0,),
+                        {"reference": batch.extras["reference"].float()})  # fmt: skip
+    with torch.no_grad():
+        found = models.family("QwenImageTransformer2DModel").predict(transformer, latents, fed["timestep"], shown)
+    assert torch.allclose(pack(found), answer[:, :own], atol=0.02 * answer.abs().max().item())  # rounded to bf16
     receipt, _ = benched("--config", folder / "run.yaml", *with_set(settings))
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
     runs = [tmp_path / name for name in ("whole", "resumed")]
+    drawn = f"samples={{captions: [put it], images: [{pair[0]}, {pair[1]}], steps: 1}}"
     for output, steps in ((runs[0], 3), (runs[1], 1), (runs[1], 3)):
-        train_here(folder / "run.yaml", *settings, f"output={output}", f"train.steps={steps}")
+        more = (drawn,) if steps == 1 else ()
+        train_here(folder / "run.yaml", *settings, f"output={output}", f"train.steps={steps}", *more)
     whole, resumed = (exported(latest(output)[0], "transformer") for output in runs)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     for count, images in ((1, pair[:1]), (2, pair)):
         pictures = [part for each in images for part in ("--image", each)]
-        drawn = in_process("sample", "--checkpoint", runs[0], "--caption", "put it", *pictures, "--steps", "1",
-                           "--out", tmp_path / f"samples{count}")  # fmt: skip
-        assert drawn.returncode == 0, drawn.stderr
-    problems = {"null": "encoded with data.min_references 1, and the run has none",
-                "3": "min_references is 3, and references is 2"}  # fmt: skip
-    for least, problem in problems.items():
+        done = in_process("sample", "--checkpoint", runs[0], "--caption", "put it", *pictures, "--steps", "1",
+                          "--out", tmp_path / f"samples{count}")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    pictures = [part for each in (*pair, pair[0]) for part in ("--image", each)]
+    done = in_process("sample", "--checkpoint", runs[0], "--caption", "put it", *pictures, "--out", tmp_path / "none")
+    assert ": 3 were given for 1 captions; pass 2 " in " ".join(done.stderr.split())
+    refused = {"null": "encoded with data.min_references 1, and the run has none",
+               "3": "min_references is 3, and references is 2"}  # fmt: skip
+    for least, problem in refused.items():
         others = (each.replace("min_references=1", f"min_references={least}") for each in settings)
-        refused = in_process("train", "--dry-run", "--config", folder / "run.yaml", *with_set([*others]))
-        assert problem in " ".join(refused.stderr.split())
+        done = in_process("train", "--dry-run", "--config", folder / "run.yaml", *with_set([*others]))
+        assert problem in " ".join(done.stderr.split())

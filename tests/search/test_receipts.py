@@ -102,7 +102,7 @@ def test_an_emulated_gpu_s_receipt_teaches_nothing_of_the_real_one(gpus, tmp_pat
     emulated = [receipt_of(emulated=True, seconds_per_step=each) for each in (9.0, 9.5)]
     assert receipts.of_gpu([mine, *emulated], A100) == [mine]
     assert receipts.of_gpu([mine, *emulated], A100, emulated=True) == emulated
-    checked, _ = check(emulated, A100, gpus)
+    checked, _ = check(emulated, gpus)
     assert (
         len(checked),
         Calibration(checked).measured_margin,
@@ -129,7 +129,7 @@ def test_measured_steps_move_and_narrow_the_prediction(gpus):
     work = work_of(gpus.attempt(request, counted="step").work, strategy)
     plain = step_time(work, strategy, A100, Cluster()).seconds
     measured = [receipt_of(seconds_per_step=plain.middle * times) for times in (1.5, 1.6, 1.7)]
-    checked, notices = check(measured, A100, gpus)
+    checked, notices = check(measured, gpus)
     assert notices == []
     reported = Calibration(checked).ratio(strategy)
     assert reported is not None
@@ -143,21 +143,21 @@ def test_measured_steps_move_and_narrow_the_prediction(gpus):
 
 def test_receipts_speak_for_strategies_like_theirs(gpus):
     offloaded = receipt_of("zero2-offload,world_size=8")
-    checked, _ = check([offloaded], A100, gpus)
+    checked, _ = check([offloaded], gpus)
     assert Calibration(checked).ratio(receipt_of().strategy) is None
     reported = Calibration(checked).ratio(offloaded.strategy)
     assert reported is not None
     assert "several GPUs, optimizer in CPU memory" in reported.source
-    untimed, _ = check([receipt_of(seconds_per_step=None)], A100, gpus)
+    untimed, _ = check([receipt_of(seconds_per_step=None)], gpus)
     assert Calibration(untimed).ratio(receipt_of().strategy) is None
 
 
 def test_measured_peaks_give_the_margin(gpus):
-    (seen,), _ = check([receipt_of()], A100, gpus)
+    (seen,), _ = check([receipt_of()], gpus)
     assert Calibration([]).measured_margin is None
-    assert Calibration(check([receipt_of(measured_peak_reserved_bytes=None)], A100, gpus)[0]).measured_margin is None
+    assert Calibration(check([receipt_of(measured_peak_reserved_bytes=None)], gpus)[0]).measured_margin is None
     measured = [round(seen.peak_reserved_bytes * times) for times in (1.02, 0.99, 1.01)]
-    checked, _ = check([receipt_of(measured_peak_reserved_bytes=each) for each in measured], A100, gpus)
+    checked, _ = check([receipt_of(measured_peak_reserved_bytes=each) for each in measured], gpus)
     margin = Calibration(checked).measured_margin
     assert margin is not None
     assert margin.share == pytest.approx(0.02 * 4 / 3 + UNPROVED.share / 4, rel=1e-3)
@@ -167,9 +167,9 @@ def test_measured_peaks_give_the_margin(gpus):
 
 
 def test_one_receipt_that_is_met_to_the_byte_leaves_half_of_what_is_assumed(gpus):
-    (seen,), _ = check([receipt_of()], A100, gpus)
+    (seen,), _ = check([receipt_of()], gpus)
     met = receipt_of(measured_peak_reserved_bytes=seen.peak_reserved_bytes)
-    checked, _ = check([met], A100, gpus)
+    checked, _ = check([met], gpus)
     margin = Calibration(checked).measured_margin
     assert margin is not None
     assert margin.share == UNPROVED.share / 2
@@ -182,7 +182,7 @@ def test_one_receipt_that_is_met_to_the_byte_leaves_half_of_what_is_assumed(gpus
 
 
 def test_a_receipt_is_held_against_the_allocator_as_it_was_set(gpus):
-    whole, expandable = check([receipt_of(), receipt_of(expandable_segments=True)], A100, gpus)[0]
+    whole, expandable = check([receipt_of(), receipt_of(expandable_segments=True)], gpus)[0]
     request = StepRequest(model=SANA, batch=SHAPE, strategy=receipt_of().strategy)
     assert expandable.peak_reserved_bytes == gpus.attempt(request).peak_reserved_bytes
     with EmulatedGpus(A100, 1, expandable_segments=False) as others:
@@ -191,7 +191,7 @@ def test_a_receipt_is_held_against_the_allocator_as_it_was_set(gpus):
 
 def test_a_receipt_that_cannot_be_run_is_reported(gpus):
     lost = receipt_of().model_copy(update={"model": SANA.model_copy(update={"class_name": "NoSuchModel"})})
-    checked, (notice,) = check([lost], A100, gpus)
+    checked, (notice,) = check([lost], gpus)
     assert checked == []
     assert notice.startswith("the receipt of tiny-sana, 2026-01-02, is left out: ")
 

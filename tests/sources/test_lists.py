@@ -273,6 +273,24 @@ def test_a_list_in_a_folder_is_named(tmp_path, capsys):
     assert capsys.readouterr().err.endswith("are ignored: 1 .jsonl file; to read a list or a table, name its path\n")
 
 
+def test_a_row_with_too_few_or_too_many_references_says_how_many_are_read(tmp_path):
+    for name in "abcd":
+        save(tmp_path / f"{name}.png", None)
+    given = [[], ["b.png"], ["b.png", "c.png"], ["b.png", "c.png", "d.png"], ["b.png", "gone.png"]]
+    rows = [{"image": "a.png", "caption": "put it", "reference": each} for each in given]
+    (tmp_path / "list.jsonl").write_text(lines(*rows))
+    none, one, two, many, gone = opened(str(tmp_path / "list.jsonl"), references=2).items(0, 9)
+    assert len(two.load().references) == 2
+    assert [reason(item) for item in (none, one, many, gone)] == [
+        "column reference names no image (list.jsonl row 1)",
+        "column reference names 1 image, and data.references is 2 (list.jsonl row 2)",
+        "column reference names 3 images, and data.references is 2 (list.jsonl row 4)",
+        "reference: image gone.png is missing; its path is relative to the table (list.jsonl row 5)",
+    ]
+    _, one, *_ = opened(str(tmp_path / "list.jsonl"), references=2, min_references=1).items(0, 9)
+    assert len(one.load().references) == 1
+
+
 @pytest.mark.parametrize("name", ["list.jsonl", "list.tsv"])
 def test_images_in_base64_are_read_as_themselves(tmp_path, name):
     """With or without the start of a data URL. A damaged one is named by its row."""

@@ -65,8 +65,9 @@ def fill(images, codec, text_encoder):
         write_null_text(root, text_encoder.null, store_identity(schema))
         for start, end in schema.ranges():
             items = ImageFolder(SourceConfig(path=images)).items(start, end)
-            encoded = UnitEncoder(Encoders(codec, text_encoder, torch.device("cpu")), schema, Stopwatch()).encode(items)
-            write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start))
+            encoding = UnitEncoder(Encoders(codec, text_encoder, torch.device("cpu")), schema, Stopwatch())
+            list(encoding.encode(items))
+            write_part(part_path(root, start, end), encoding.encoded(), identity=part_identity(schema, start))
 
     return make
 

@@ -177,7 +177,9 @@ def test_the_writer_commits_in_the_background_and_the_same_bytes(tmp_path):
     with PartWriter() as writer:
         for i, each in enumerate(whole):
             path = part_path(tmp_path / "background", i, i + 1)
-            writer.write(path, each, "x", committed=lambda i=i: reported.append((i, threading.current_thread().name)))
+            writer.write(
+                path, each, "x", committed=lambda seconds, i=i: reported.append((i, threading.current_thread().name))
+            )
     assert reported == [(i, "writer_0") for i in range(5)]
     for i, each in enumerate(whole):
         path = part_path(tmp_path / "plain", i, i + 1)
@@ -191,7 +193,7 @@ def test_an_encoder_waits_for_no_more_than_the_parts_that_may_wait(tmp_path):
     with PartWriter() as writer:
         began = time.perf_counter()
         for i in range(WAITING_PARTS):
-            writer.write(part_path(tmp_path, i, i + 1), encoded(i), "x", committed=go.wait)
+            writer.write(part_path(tmp_path, i, i + 1), encoded(i), "x", committed=lambda seconds: go.wait())
         assert time.perf_counter() - began < 5
         more = threading.Thread(target=writer.write, args=(part_path(tmp_path, 9, 10), encoded(9), "x"))
         more.start()

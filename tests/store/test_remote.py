@@ -12,8 +12,8 @@ from obstore.store import LocalStore, MemoryStore, S3Store
 from stores import make_store, read_all, read_rows, stream_of
 
 from bigdit.catalog.resolve import model_spec
-from bigdit.config import load_run
 from bigdit.config.data import DataConfig
+from bigdit.config.load import load_run
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract
 from bigdit.store import FeatureStore, files

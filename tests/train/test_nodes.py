@@ -159,6 +159,27 @@ def test_a_signal_to_one_machine_saves_the_run_and_ends_it_on_all(features, tmp_
     assert "SIGTERM: saved" in first
 
 
+def test_each_machine_names_the_lost_rank_alone(features, tmp_path, environment):
+    """Rank 0 held the store: the others do not take those who end because of it for lost."""
+    strategy = parse_strategy(["fsdp2,world_size=4,micro_batch_size=2,precision=fp32"])
+    folder = planned(strategy, features, tmp_path / "plan", steps=100_000, gpus_per_node=2)
+    where = f"bigdit train --config {folder}/run.yaml --nodes 2 --head 127.0.0.1:{free_port()} --node-rank"
+    machines = [
+        subprocess.Popen([*where.split(), str(rank)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    rows = folder / "run/metrics.jsonl"
+    until(lambda: rows.exists() and rows.read_text(), 120)
+    holder = json.loads((folder / "run/lock").read_text())["pid"]
+    os.kill(holder, signal.SIGKILL)
+    printed = [machine.communicate(timeout=120)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [128 + signal.SIGKILL, 1]
+    lines = [[line for line in each.splitlines() if line.startswith("error: ")] for each in printed]
+    assert [len(each) for each in lines] == [1, 1], printed
+    assert all(line.startswith(f"error: rank 0 (process {holder} on ") for (line,) in lines)
+    assert all(" was lost after step " in line for (line,) in lines)
+
+
 def test_one_of_two_machines_goes_on_alone(features, tmp_path, environment, reference):
     """With as many processes as planned for a machine, and the same batch."""
     strategy = parse_strategy(["fsdp2,world_size=4,micro_batch_size=2,precision=fp32"])

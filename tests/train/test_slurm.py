@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from commands import BIN, DIGITS, with_set
@@ -14,7 +15,7 @@ from slurm import GPUS, NODES, Job, cluster, unpack
 
 from bigdit import catalog
 from bigdit.catalog.resolve import model_spec
-from bigdit.config import load_run
+from bigdit.config.load import load_run
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.extract.extract import extract
@@ -128,28 +129,29 @@ def test_an_array_encodes_what_one_machine_does_though_a_task_is_lost(slurm, ima
     assert made == wanted
 
 
-@pytest.mark.parametrize("starts", ["sbatch", "salloc"])
-def test_an_emulated_command_may_be_slurm_s(starts, slurm, tmp_path):
-    """Each machine's tasks have that machine's GPUs, which the job's environment names."""
+def test_an_emulated_command_may_be_slurm_s(slurm, tmp_path):
+    """Each machine's tasks have that machine's GPUs, which the job's environment names. Two jobs run beside each
+    other: sbatch looks for its job's end every few seconds."""
     uses = "import torch; torch.ones(1 << 20, device='cuda').sum().item()"
     emulate = (BIN / "bigdit", "emulate", "--gpu=a40", "--nodes=2", "--json", "--")
-    job = {
-        "sbatch": ("--wait", f"--output={tmp_path}/log", f'--wrap=srun {cuda_python()} -c "{uses}"'),
-        "salloc": ("srun", cuda_python(), "-c", uses),
-    }
-    report = json.loads(slurm.run(*emulate, starts, "--nodes=2", *job[starts]))
-    accounts = report["runs"][0]["accounts"]
-    assert [(each["node"], each["rank"], each["world_size"]) for each in accounts] == [(0, 0, 2), (1, 1, 2)]
-    assert not any("shared its memory" in notice for notice in report["notices"])
+    jobs = (
+        ("sbatch", "--nodes=2", "--wait", f"--output={tmp_path}/log", f'--wrap=srun {cuda_python()} -c "{uses}"'),
+        ("salloc", "--nodes=2", "srun", cuda_python(), "-c", uses),
+    )
+    with ThreadPoolExecutor(len(jobs)) as aside:
+        reports = [json.loads(each) for each in aside.map(lambda job: slurm.run(*emulate, *job), jobs)]
+    for report in reports:
+        accounts = report["runs"][0]["accounts"]
+        assert [(each["node"], each["rank"], each["world_size"]) for each in accounts] == [(0, 0, 2), (1, 1, 2)]
+        assert not any("shared its memory" in notice for notice in report["notices"])
 
 
-def test_emulated_gpus_are_allocated(slurm, tmp_path):
+def test_emulated_gpus_are_allocated(slurm):
     """Two tasks on a machine of two GPUs have one each. A third GPU is refused."""
     environment = slurm.environment | emulated_environment(catalog.gpu("a40"), len(GPUS))
     asks = "import torch; print(torch.cuda.device_count(), torch.cuda.get_device_properties(0).uuid)"
-    words = ("--wait", "--nodes=1", "--ntasks=2", "--gpus-per-task=1", f"--output={tmp_path}/seen")
-    slurm.run("sbatch", *words, f"--wrap=srun {cuda_python()} -c '{asks}'", environment=environment)
-    seen = (tmp_path / "seen").read_text().splitlines()
+    words = ("--nodes=1", "--ntasks=2", "--gpus-per-task=1", cuda_python(), "-c", asks)
+    seen = slurm.run("srun", *words, environment=environment).splitlines()
     assert [line.split()[0] for line in seen] == ["1", "1"]
     assert len({*seen}) == 2
     with pytest.raises(AssertionError, match="Requested node configuration is not available"):

@@ -16,7 +16,7 @@ import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import nn
 
-from bigdit.catalog.conditions import IMAGE_CONDITION
+from bigdit.catalog.families import IMAGE_CONDITION
 from bigdit.models.family import Conditions, Extra, Family, arguments
 
 TIMESTEP_SCALE = 1000.0

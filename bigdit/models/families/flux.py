@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.catalog.conditions import FILL
-from bigdit.catalog.families import PACKING, REFERENCE
+from bigdit.catalog.families import FILL, PACKING, REFERENCE
 from bigdit.models.family import Conditions, Extra, Family, arguments, control, guidance, text
 from bigdit.models.packing import pack, pack_edit, positions, unpack
 

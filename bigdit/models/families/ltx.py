@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.catalog.conditions import IMAGE_CONDITION
+from bigdit.catalog.families import IMAGE_CONDITION
 from bigdit.models.family import (
     Conditions,
     Extra,

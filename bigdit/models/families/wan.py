@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.catalog.conditions import IMAGE_CONDITION, IMAGE_EMBEDS
-from bigdit.catalog.families import FAMILIES
+from bigdit.catalog.families import FAMILIES, IMAGE_CONDITION, IMAGE_EMBEDS
 from bigdit.models.family import (
     Conditions,
     Extra,

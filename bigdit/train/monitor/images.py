@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from bigdit import log, objectives
-from bigdit.config import RunConfig
-from bigdit.config.run import SAMPLES, SamplesConfig
+from bigdit.config.run import SAMPLES, RunConfig, SamplesConfig
 from bigdit.encoders.host_bytes import host_weights
 from bigdit.encoders.load import load_image_codec
 from bigdit.encoders.protocol import to_bytes

@@ -144,6 +144,7 @@ def _environment(local_rank: int, count: int, meeting: Meeting | None) -> dict[s
         "WORLD_SIZE": str(meeting.nodes * count),
         "LOCAL_WORLD_SIZE": str(count),
         "LOCAL_SIZE": str(count),
+        "GROUP_WORLD_SIZE": str(meeting.nodes),
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.port),
         "TORCHELASTIC_USE_AGENT_STORE": str(meeting.nodes == 1),  # then this process holds the store, not rank 0

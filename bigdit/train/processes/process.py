@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from bigdit import libraries, log
-from bigdit.dist import World, asked_of_accelerate, processes_here
+from bigdit.dist import World, asked_of_accelerate, launcher_holds_store, processes_here
 from bigdit.documents import parse_json
 from bigdit.errors import UserError, refused
 from bigdit.files import WITHOUT_LOCKS
@@ -28,8 +28,12 @@ from bigdit.train.processes.end import STARTS
 
 _LOG_AFTER_S = 10.0
 """A process that waits longer for the others logs that."""
-_MORE_THAN_TORCH_S = 5.0
-"""Seconds added to torch's own timeout."""
+_servers: list[dist.TCPStore] = []
+"""That of the run, if this process holds it: it serves the others until this process ends."""
+_TELL_S = 3.0
+"""Seconds in which the others read from it why the run ends."""
+_ANSWER_S = 20.0
+"""Seconds that the run's store may take to answer at a port where something listens."""
 
 
 def _gpu(world: World) -> torch.device:
@@ -79,7 +83,7 @@ def process_group(
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             with _log_waiting(f"within {meeting:g} s (train.timeout)"):
-                _meet(backend, timeout, meeting)
+                _meet(world, backend, timeout, meeting)
         try:
             yield device
         finally:
@@ -104,8 +108,8 @@ def _group_timeout(timeout: timedelta) -> Iterator[None]:
 @contextmanager
 def _log_waiting(limit: str) -> Iterator[None]:
     """Log on the first process of a machine that it waits, if connecting takes long."""
-    address, port, size = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
-    line = f"waiting until all {size} processes of the run connect to {address}:{port}, {limit}"
+    address, port, size = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    line = f"waiting until all {size} processes of the run connect to {_shown(address, port)}, {limit}"
     timer = threading.Timer(_LOG_AFTER_S, log.notice, [line])
     timer.daemon = True
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -128,47 +132,92 @@ def _wait_for_port(address: tuple[str, int], seconds: float) -> None:
         time.sleep(0.2)
 
 
-def _rendezvous(seconds: float) -> tuple[dist.Store, int, int]:
-    """The store of all processes, the rank of this one, and their number.
-
-    Raises TimeoutError if another program listens at the address: torch would wait for its answer forever.
-    """
-    found: Future[tuple[dist.Store, int, int]] = Future()
+def _connected(world: World, address: str, port: int, meeting: float) -> dist.TCPStore:
+    """The run's store. The first process holds its server, unless a launcher does."""
+    where, found = _where(address, port), Future[dist.TCPStore]()
+    holds = world.is_main and not launcher_holds_store()
 
     def ask() -> None:
         try:
-            found.set_result(next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds))))
+            limit = timedelta(seconds=meeting)
+            found.set_result(dist.TCPStore(address, port, timeout=limit, wait_for_workers=False))
         except BaseException as error:
             found.set_exception(error)
 
-    threading.Thread(target=ask, daemon=True).start()
-    return found.result(seconds + _MORE_THAN_TORCH_S)
-
-
-def _meet(backend: str, timeout: float, meeting: float) -> None:
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    where = f"{address}:{port} (--head, or MASTER_ADDR and MASTER_PORT)"
-    another = f"another program uses the port of {where}; set another"
-    absent = f"not all processes of the run connected to {where} within train.timeout, {meeting:g} s, or one ended"
+    another = f"another program, or another rank 0, uses the port of {where}; set another"
+    lost = f"rank 0 does not reach its own machine at {where}; give an address of it"
+    if holds:
+        try:
+            _servers.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+        except RuntimeError as error:
+            raise UserError(another) if "EADDRINUSE" in str(error) else error from error
     try:
-        if os.environ.get("RANK", "0") != "0" and address and port.isdigit():
-            _wait_for_port((address, int(port)), meeting)
+        _wait_for_port((address, port), min(meeting, _ANSWER_S) if holds else meeting)
     except OSError as error:
-        raise UserError(f"{absent}: {error}") from error
+        raise UserError(f"{lost if holds else _absent(where, meeting)}: {error}") from error
+    threading.Thread(target=ask, daemon=True).start()
     try:
-        store, rank, size = _rendezvous(meeting)
+        return found.result(min(meeting, _ANSWER_S))
+    except TimeoutError as error:  # torch would wait for another program's answer forever
+        raise UserError(lost if holds else another) from error
+
+
+def _join(store: dist.Store, world: World, absent: str) -> None:
+    """Wait until every rank has joined once. Raises UserError on all processes if one is missing or does not belong."""
+    own = f"rank {world.rank} (process {os.getpid()} on {socket.gethostname()})"
+    machines = os.environ.get("GROUP_WORLD_SIZE")
+    size = f"{world.world_size} processes" + (f" on {machines} machines" if machines else "")
+    wanted, _, first = store.compare_set("size", "", f"{size}, and {own}").decode().partition(", and ")
+    holder = store.compare_set(f"rank {world.rank}", "", own).decode()
+    if wanted != size:
+        wrong = f"{own} is one of {size}, and {first} of {wanted}; give all the same --nodes (WORLD_SIZE)"
+        store.compare_set("end", "", wrong)
+    elif holder != own:
+        wrong = f"{holder} and {own} have the same number; give each machine its own --node-rank (RANK)"
+        store.compare_set("end", "", wrong)
+    elif store.add("joined", 1) == world.world_size:
+        store.compare_set("end", "", "all joined")
+    try:
+        end = store.get("end")  # waits
+    except dist.DistStoreError:
+        missing = [other for other in range(world.world_size) if not store.check([f"rank {other}"])]
+        why = f"{absent}: {len(missing)} of {size} are missing, the first is rank {min(missing, default=0)}"
+        end = store.compare_set("end", "", why)
+    if end == b"all joined":
+        return
+    if store.add(f"told {socket.gethostname()} {os.getppid()}", 1) == 1:  # once on each machine
+        log.notice(f"error: {end.decode()}")
+    time.sleep(_TELL_S if _servers else 0)
+    raise UserError()
+
+
+def _meet(world: World, backend: str, timeout: float, meeting: float) -> None:
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdigit():
+        raise UserError(f"WORLD_SIZE is {world.world_size}, and MASTER_ADDR or MASTER_PORT does not say where to meet")
+    absent = _absent(_where(address, port), meeting)
+    try:
+        store = _connected(world, address, int(port), meeting)
+        started = dist.PrefixStore(f"start {os.environ.get(STARTS, '0')}", store)
+        _join(dist.PrefixStore("join", started), world, absent)
         store.set_timeout(timedelta(seconds=timeout))
-        store = dist.PrefixStore(f"start {os.environ.get(STARTS, '0')}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    except TimeoutError as error:
-        raise UserError(another) from error
+        dist.init_process_group(backend, store=started, rank=world.rank, world_size=world.world_size)
     except RuntimeError as error:  # errors of the network and of torch's store
         if refused(error):
             raise
-        why = (str(error).splitlines() or [""])[0][:200]
-        if "EADDRINUSE" in str(error):
-            raise UserError(another) from error
-        raise UserError(f"{absent}: {why}") from error
+        raise UserError(f"{absent}: {(str(error).splitlines() or [''])[0][:200]}") from error
+
+
+def _shown(address: str, port: str | int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _where(address: str, port: str | int) -> str:
+    return f"{_shown(address, port)} (--head, or MASTER_ADDR and MASTER_PORT)"
+
+
+def _absent(where: str, meeting: float) -> str:
+    return f"not all processes of the run connected to {where} within train.timeout, {meeting:g} s, or one ended"
 
 
 FILE = "lock"

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from bigdit.dist import World
+from bigdit.dist import World, launcher_holds_store
 from bigdit.errors import EXIT_USER, UserError, refused
 from bigdit.processes import ENDED, STOPPED, state_of
-from bigdit.train.processes.end import SIGNALS, handled_signals
+from bigdit.train.processes.end import LAUNCHER, SIGNALS, handled_signals
 
 ONE_PRESS_S = 0.5  # one Ctrl-C may arrive twice: from the terminal and from a launcher
 
@@ -202,7 +202,7 @@ def ending_together(world: World, stop: Stop, timeout: float) -> Iterator[None]:
         if own.is_first_to_report("a lost process", True):
             _print_lost(_unanswered([rank], own, places, stop), stop)
         own.note_end(world.rank)
-        os._exit(EXIT_USER)
+        _end()
 
     try:
         found = [ProcessPlace.here()] * world.world_size
@@ -221,12 +221,24 @@ def ending_together(world: World, stop: Stop, timeout: float) -> Iterator[None]:
         if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in SIGNS):
             raise
         ended = _ended_ranks(places)
-        if not any(store.noted_end(rank) for rank in ended) and store.is_first_to_report("a lost process", True):
-            lost = f"{_names(ended, places)} was lost" if ended else _silent(store, places, world, stop, error)
+        noted = any(store.noted_end(rank) for rank in ended)
+        if not store.answers and 0 in ended:
+            ended = [0]  # it held the store; the others end because of it
+        here, before = ProcessPlace.here(), places[world.rank - world.local_rank : world.rank]
+        speaks = all(place.state(here) in (*ENDED, *STOPPED) for place in before)  # the first here that can
+        if not noted and store.is_first_to_report("a lost process", speaks):
+            were = "was" if len(ended) == 1 else "were"
+            lost = f"{_names(ended, places)} {were} lost" if ended else _silent(store, places, world, stop, error)
             _print_lost(lost, stop)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_USER)
+        _end()
+
+
+def _end() -> NoReturn:
+    """End this process now. If no launcher holds the store, the others first see who was lost, and what is reported."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(0 if launcher_holds_store() else PATIENCE_S)
+    os._exit(EXIT_USER)
 
 
 def _print_lost(lost: str, stop: Stop) -> None:
@@ -242,8 +254,10 @@ class _Store:
         self.answers = True
 
     def is_first_to_report(self, problem: str, default: bool) -> bool:
-        """Whether this process is the first to report it; `default` if the store does not answer."""
-        return self._ask(lambda: bool(self._store.add(f"reported/{problem}", 1) == 1), default)
+        """Whether this process is the first to report it, on this machine if `bigdit train` was started on each;
+        `default` if the store does not answer."""
+        machine = f"{socket.gethostname()} {os.environ[LAUNCHER]}" if LAUNCHER in os.environ else ""
+        return self._ask(lambda: bool(self._store.add(f"reported/{machine}/{problem}", 1) == 1), default)
 
     def note_end(self, rank: int) -> None:
         """Note that this process ends, and that its reason is reported."""
@@ -281,7 +295,7 @@ def _silent(store: _Store, places: list[ProcessPlace], world: World, stop: Stop,
     here = ProcessPlace.here()
     silent = [rank for rank in range(len(places)) if not store.noted_end(rank)]
     if not store.answers:  # rank 0 holds the store, or a launcher does, which has no rank
-        silent = [0] if places and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ else []
+        silent = [0] if places and not launcher_holds_store() else []
     stopped = [rank for rank, place in enumerate(places) if place.state(here) in STOPPED]
     if stopped or silent:
         return _unanswered(stopped or silent, store, places, stop)
@@ -291,7 +305,8 @@ def _silent(store: _Store, places: list[ProcessPlace], world: World, stop: Stop,
 
 def _unanswered(ranks: list[int], store: _Store, places: list[ProcessPlace], stop: Stop) -> str:
     here = ProcessPlace.here()
-    state = ", which is stopped," if places[ranks[0]].state(here) in STOPPED else ""
+    is_or_are = "is" if len(ranks) == 1 else "are"
+    state = f", which {is_or_are} stopped," if places[ranks[0]].state(here) in STOPPED else ""
     last = ", ".join(place for rank in ranks if (place := store.place(rank)))
     seen = f", last seen at {last}," if last else ""
     return f"{_names(ranks, places)}{state} did not answer for {stop.limit_s:g} s (train.timeout){seen}"

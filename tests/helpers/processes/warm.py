@@ -111,16 +111,20 @@ Executed, _executed_spawn = subprocess.Popen, multiprocessing.util.spawnv_passfd
 _seeds: dict[Path, Seed] = {}
 """By the folder of their interpreter."""
 _OWN = (Path(sys.prefix) / "bin").resolve()
-_is_a_seed = __name__ == "__main__"
+_is_tests_own = __name__ != "__main__"
+"""Whether this is no seed and no clone. A clone starts its few processes of emulated GPUs as usual: a seed imports more
+than they do."""
 
 
 def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
-    """The seed to clone for this process, if there is one. It starts at first use, and ends with this process."""
+    """The seed to clone for this process, if there is one. Tests start theirs at first use, and it ends with them.
+    Clones start none: importing all libraries takes longer than the one process on a GPU that most of them need."""
     on_gpu = "BIGDIT_EMULATED_GPU" in environment
     home = _OWN.parents[1] / ".venv-cuda/bin" if on_gpu else _OWN
     observed = "BIGDIT_EMULATED_OUT" in environment
-    if folder == home and folder not in _seeds and not observed and not _is_a_seed:
+    if folder == home and folder not in _seeds and not observed and _is_tests_own:
         own = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        own["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # read at import: else clones start a compiler that imports torch
         own.pop("PYTHONSAFEPATH", None)  # the seed imports from its own folder; each clone has its own setting
         if on_gpu:
             gpus = ("BIGDIT_EMULATED_", "DS_ACCELERATOR", "PYTHONPATH")
@@ -307,8 +311,6 @@ def _grow(asked_by: socket.socket) -> dict[str, Any]:
             signal.signal(each, signal.SIG_IGN)
         return _grow(theirs)
     theirs.close()
-    global _is_a_seed
-    _is_a_seed = False
     _seeds[Path(sys.executable).parent.resolve()] = Seed(ours, os.environ)
     try:
         os.write(ready, b"placed")

@@ -67,7 +67,6 @@ def test_a_killed_process_under_torchrun(features, tmp_path):
 STOPPED = {
     "zero2, its main process": (ZERO2, 0),
     "fsdp2": (FSDP2, 1),
-    "hsdp": ((*FSDP2, "strategy.dp_replicate=2"), 1),
 }
 
 
