@@ -81,6 +81,8 @@ def read_file(path: Path, name: str, where_missing: str = "") -> bytes:
         return read_bytes(path)
     except FileNotFoundError:
         raise UserError(f"{name} does not exist{where_missing}") from None
+    except IsADirectoryError:
+        raise UserError(f"{name} is a folder; name a file in it") from None
     except OSError as error:
         raise UserError(f"{name} cannot be read: {error.strerror or error}") from None
 

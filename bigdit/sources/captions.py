@@ -225,13 +225,16 @@ def counted(ignored: Counter[str]) -> str:
     return ", ".join(how_many(count, kind) for kind, count in ignored.most_common(5) if count)
 
 
-_UNREAD = (".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".tga", ".exr", ".dng", ".cr2", ".nef", ".arw", ".raw")
+_UNREAD = {
+    "images to PNG or JPEG": ".heic .heif .jxl .jp2 .psd .svg .tga .exr .dng .cr2 .nef .arw .raw",
+    "videos to MP4": ".wmv .flv .ts .mts .m2ts .mpg .mpeg .3gp .ogv .vob",
+}
 
 
 def conversion(ignored: Iterable[str]) -> str:
-    """What to do with files of images that are not read; empty without any."""
-    unread = any(kind.lower().startswith(f"{suffix} ") for kind in ignored for suffix in _UNREAD)
-    return "; convert images to PNG or JPEG" if unread else ""
+    """What to do with files of images and videos that are not read; empty without any."""
+    found = {kind.partition(" ")[0].lower() for kind in ignored}
+    return "".join(f"; convert {what}" for what, suffixes in _UNREAD.items() if found & {*suffixes.split()})
 
 
 LISTS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")

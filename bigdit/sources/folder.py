@@ -220,6 +220,8 @@ class ImageFolder:
             wanted = f"images{' or videos' if clip else ''} ({', '.join(suffixes)})"
             held = f", but {kinds}" if (kinds := counted(found.ignored)) else ""
             fix = conversion(found.ignored) or _lists_within(root)
+            if clip is None and any(kind.lower().startswith(VIDEOS) for kind in found.ignored):
+                fix = "; for videos set data.fps, and buckets of [frames, height, width]"
             raise UserError(f"{key}: {root} holds no {wanted}{held}{fix}")
         if references and not found.references:
             raise UserError(

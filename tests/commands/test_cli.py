@@ -147,6 +147,7 @@ def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
         (["plan", "--resolution"], "error: option '--resolution' requires an argument"),
         (["plann"], "error: no such command 'plann'"),
         (["train", "--config", "none.yaml"], "error: the config none.yaml does not exist"),
+        (["train", "--config", "docs"], "error: the config docs is a folder; name a file in it"),
         (["plan", "--micro-batch", "true"], "error: --micro-batch is 'true', and a whole number was expected"),
         (["plan", "--network", "fast"], "error: --network is 'fast', and a number was expected"),
         (

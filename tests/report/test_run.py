@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -95,6 +96,14 @@ def test_every_number_is_one_that_the_run_left(planned):
     zone = {("00", "")}  # a time that JSON writes with Z
     made_up = {each for each in quantities_shown - printed - zone if not any(reads(value, *each) for value in numbers)}
     assert {number for number, _ in made_up} - losses == set()
+
+
+def test_an_average_of_the_weights_is_named(run):
+    found = read_run(run)
+    assert "<dt>EMA</dt><dd>none</dd>" in page(found)
+    settings = found.record.strategy.model_dump(mode="json") | {"ema": {"decay": 0.9, "device": "cpu"}}
+    averaged = found.record.model_copy(update={"strategy": type(found.record.strategy).model_validate(settings)})
+    assert "<dt>EMA</dt><dd>in fp32 in CPU memory</dd>" in page(replace(found, record=averaged))
 
 
 def test_memory_by_phase_stands_next_to_the_plan(planned):
