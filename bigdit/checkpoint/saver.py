@@ -356,9 +356,10 @@ class Writer:
         try:
             result = action()
         except (OSError, SafetensorError, UserError, CheckpointException) as error:
-            free = gib(shutil.disk_usage(final.parent).free) if final.parent.is_dir() else "nothing"
+            there = final.parent.is_dir()
+            free = f"{gib(shutil.disk_usage(final.parent).free)} are free there" if there else "no folder is there"
             why = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-            problem = f"cannot write the {self._kind} {final}: {why}; {free} are free there; {self._room}"
+            problem = f"cannot write the {self._kind} {final}: {why}; {free}; {self._room}"
         try:
             self._peers.agree(problem)
         except UserError:

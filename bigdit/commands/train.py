@@ -137,7 +137,8 @@ def _show(prepared: list[Prepared]) -> None:
         for line in stage.notices(revision()):
             log.notice(f"note: {line}")
     libraries.prepare()
-    from bigdit.train.data import check_data  # here: it imports torch
+    from bigdit.models import rank_notices  # here: these import torch
+    from bigdit.train.data import check_data
     from bigdit.train.resume import start_notices, verdict, with_steps
     from bigdit.train.saves import snapshot_notices
     from bigdit.train.state import check_models
@@ -149,7 +150,7 @@ def _show(prepared: list[Prepared]) -> None:
     for line in [*(f"note: {each}" for each in missing), *lines, *start_notices(prepared)]:
         log.notice(line)
     for stage, model in zip(prepared, models, strict=True):
-        for line in snapshot_notices(stage.run, model):
+        for line in [*snapshot_notices(stage.run, model), *rank_notices(model)]:
             log.notice(f"note: {line}")
     documents = [
         stage.run.model_dump(mode="json")

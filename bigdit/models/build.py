@@ -6,8 +6,8 @@ import importlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -84,18 +84,26 @@ def _filled(spec: ModelSpec, folder: Path, dtype: torch.dtype, read: Read) -> nn
         with init_empty_weights(include_buffers=False):
             model = model_class.from_config(config, **spec.kwargs)  # the spec wins over the folder's config
         family(spec.class_name).prepare(model)
-        missing, unexpected = fill(model, folder, dtype=dtype, read=read)
+        missing, unexpected = _fill(model, folder, dtype=dtype, read=read)
     except Exception as error:  # of any class: from a constructor, or from damaged files
         if ran_out(error):
             raise
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {reason}") from None
     if missing or unexpected:
-        raise UserError(
-            f"{folder} holds weights of another {spec.class_name}: {how_many(missing, 'tensor')} missing "
-            f"and {unexpected} unexpected"
-        )
+        raise UserError(f"{folder} holds {_other(spec, folder, missing, unexpected)}")
     return model
+
+
+def _other(spec: ModelSpec, folder: Path, missing: Collection[str], unexpected: Collection[str]) -> str:
+    """What tensors with other names are of, and what to do."""
+    if any(".lora_" in name for name in unexpected):
+        return "a LoRA; name it in model.lora_from"
+    if re.search(r"-\d{5}-of-\d{5}\.", folder.name):
+        return f"a part of the weights; name its folder {folder.parent}"
+    first = f", the first {min(unexpected)}" if unexpected else ""
+    lost = how_many(len(missing), "tensor")
+    return f"weights of another {spec.class_name}: {lost} missing and {len(unexpected)} unexpected{first}"
 
 
 def skeleton(spec: ModelSpec, *, dtype: torch.dtype) -> nn.Module:
@@ -210,6 +218,13 @@ _NOT_WEIGHTS = {
     ".gguf": "is a GGUF file, whose quantised weights bigdit does not read",
     **dict.fromkeys((".bin", ".ckpt", ".pt", ".pth"), "is a pickle, which may run any code"),
 }
+_BEGINNINGS = {
+    b"GGUF": _NOT_WEIGHTS[".gguf"],
+    b"PK": _NOT_WEIGHTS[".pt"],
+    b"\x80": _NOT_WEIGHTS[".pt"],
+    b"<": "is a page of the web",
+}
+"""First bytes of other files, which a download or a new name made .safetensors."""
 
 
 def not_safetensors(file: Path) -> str | None:
@@ -218,6 +233,8 @@ def not_safetensors(file: Path) -> str | None:
         return "it is missing" if not file.exists() else "it is no file"
     if what := _NOT_WEIGHTS.get(file.suffix.lower()):
         return f"{file.name} {what}; take the .safetensors of it"
+    if file.suffix.lower() == ".json":
+        return f"{file.name} names the files of weights; name its folder {file.parent}"
     if problem := lfs_pointer(file):
         return problem
     try:
@@ -225,13 +242,17 @@ def not_safetensors(file: Path) -> str | None:
         with safe_open(file, "pt"):
             return None
     except (SafetensorError, OSError) as error:
-        return f"{file.name} is no safetensors file, or is cut off ({error})"
+        with suppress(OSError), open(file, "rb") as opened:
+            first = opened.read(4)
+            if what := next((what for start, what in _BEGINNINGS.items() if first.startswith(start)), None):
+                return f"{file.name} {what}; take the .safetensors of it"
+        return f"{file.name} is no safetensors file, or is cut off ({error}); fetch it again"
 
 
-def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype, read: Read = load_file) -> tuple[int, int]:
+def _fill(model: nn.Module, folder: Path, *, dtype: torch.dtype, read: Read) -> tuple[Collection[str], Collection[str]]:
     """Load the tensors of a folder or a single file into the model, by name, in `dtype`.
 
-    Returns how many tensors are missing and how many are unexpected. Tensors that are in `dtype` already stay mapped:
+    Returns the names of missing tensors and of unexpected ones. Tensors that are in `dtype` already stay mapped:
     processes share the pages of the file until they write to them. Raises OSError, ValueError or RuntimeError if a file
     cannot be read or a tensor has another shape.
     """
@@ -239,7 +260,7 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype, read: Read = loa
     if folder.is_file():
         tensors = read_single_file(type(model).__name__, folder, model.state_dict(), dtype=dtype, read=read)
         found = model.load_state_dict(tensors, strict=False, assign=True)
-        return len(found.missing_keys), len(found.unexpected_keys)
+        return found.missing_keys, found.unexpected_keys
     for file in weight_files(folder, _FILE)[0]:
         check_regular(file)
         if leads_out(folder, file):
@@ -251,7 +272,7 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype, read: Read = loa
         found = model.load_state_dict(dequantised(tensors, dtype), strict=False, assign=True)
         unexpected.update(found.unexpected_keys)
         lacking -= tensors.keys()
-    return len(lacking), len(unexpected)
+    return lacking, unexpected
 
 
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "first_stage_model.", "vae.")
@@ -281,8 +302,9 @@ def read_single_file(
     prefixes = _PREFIXES[2:] if config else _PREFIXES[:2]
     prefix = next((each for each in prefixes if any(name.startswith(each) for name in tensors)), "")
     tensors = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
-    if wanted.keys() <= tensors.keys():
-        return tensors
+    wrapped = _wrapped(tensors, wanted)
+    if len(wrapped) == 1:
+        return {name.removeprefix(wrapped[0]): each for name, each in tensors.items() if name.startswith(wrapped[0])}
     if class_name not in SINGLE_FILE_LOADABLE_CLASSES:
         raise UserError(f"diffusers converts no single file of {class_name}; take its folder in diffusers' format")
     first, convert = next(iter(tensors), "none"), SINGLE_FILE_LOADABLE_CLASSES[class_name]["checkpoint_mapping_fn"]
@@ -291,6 +313,14 @@ def read_single_file(
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
         raise UserError(f"diffusers finds none of it there; its first tensor is {first}") from None
     return {name: each for name, each in converted.items() if each is not None}
+
+
+def _wrapped(tensors: Mapping[str, Any], wanted: Iterable[str]) -> list[str]:
+    """The beginnings of names behind which all `wanted` ones are; those that FSDP, torch.compile and averages add."""
+    wanted = list(wanted)
+    found = {name.removesuffix(wanted[0]) for name in tensors if f".{name}".endswith(f".{wanted[0]}")}
+    fitting = [each for each in found if all(f"{each}{name}" in tensors for name in wanted)]
+    return [""] if "" in fitting else fitting
 
 
 def dequantised(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

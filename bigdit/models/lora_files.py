@@ -203,7 +203,7 @@ def read_adapters(
                 raise UserError(f"its layer {layer} is {problem}: {_owner(parts)}")
             found[name] = _adapter(part, rows)
     if not found:
-        raise UserError("it holds no LoRA")
+        raise UserError("it holds no LoRA of the transformer")
     return found
 
 
@@ -243,6 +243,21 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
     return list(_notices(trained, adapters, lora, math.sqrt(lost[0] / max(lost[1], 1e-30))))
 
 
+def rank_notices(model: nn.Module) -> list[str]:
+    """A line if ranks are above the smaller side of their layers."""
+    sides: list[tuple[int, int, str]] = []
+    for name, down in model.named_parameters():
+        if name.endswith(_DOWN):
+            up = model.get_parameter(name.replace(".lora_A.", ".lora_B."))
+            side = min(down.shape[1], len(up))
+            sides += [(side, len(down), name.removesuffix(_DOWN))] if len(down) > side else []
+    if not sides:
+        return []
+    side, rank, name = min(sides)
+    small = f"the smallest of {how_many(len(sides), 'layer')} below its rank"
+    return [f"strategy.lora: rank {rank} is set, and above {side} it adds nothing to {name}, {small}"]
+
+
 _TEXT_LAYER = re.compile(r"(text_encoders\.)?((?P<own>text_encoder(_2)?)\.|lora_te(?P<number>[12])_)(text_model[._])?")
 
 
@@ -278,7 +293,8 @@ def start_text_adapters(
 
 def _notices(trained: Mapping[str, Any], adapters: Mapping[str, Adapter], lora: LoraSpec, lost: float) -> list[str]:
     ranks = sorted({len(each.down) for each in adapters.values()})
-    found = [f"model.lora_from: {how_many(len(adapters), 'layer')} start from it"]
+    start = "start" if len(adapters) > 1 else "starts"
+    found = [f"model.lora_from: {how_many(len(adapters), 'layer')} {start} from it"]
     if any(len(each.down) > lora.rank_of(name) for name, each in adapters.items()):
         change = "some ranks became the run's" if lora.ranks else f"rank {ranks[-1]} became {lora.rank}"
         found.append(f"model.lora_from: {change} by SVD; {lost:.1%} of its length is lost")
@@ -321,6 +337,8 @@ def _parts(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> di
             raise UserError(f"{layer} has {[*part['down'].shape]} and {[*part['up'].shape]}, which do not multiply")
         rank = len(part["down"])
         alpha = _alpha(layer, part.pop("alpha", None), config, rank)
+        if not all(tensor.isfinite().all() for tensor in part.values()):
+            raise UserError(f"{layer} holds NaN or infinity; take a file of an earlier step")
         if not 0 < alpha < math.inf:
             raise UserError(f"{layer} has an alpha of {alpha:g}, and a number above 0 was expected")
         part["up"] = part["up"] * (alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

@@ -8,7 +8,7 @@ import json
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -217,12 +217,21 @@ def log_ignored(key: str, root: Path, ignored: Counter[str]) -> None:
     if kinds := counted(ignored):
         lists = any(suffix in kind for kind in ignored for suffix in LISTS)
         fix = "; to read a list or a table, name its path" if lists else ""
-        log.notice(f"{key}: other files in {root} are ignored: {kinds}{fix}")
+        log.notice(f"{key}: other files in {root} are ignored: {kinds}{fix}{conversion(ignored)}")
 
 
 def counted(ignored: Counter[str]) -> str:
     """`2 .heic files, 1 linked folder`."""
     return ", ".join(how_many(count, kind) for kind, count in ignored.most_common(5) if count)
+
+
+_UNREAD = (".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".tga", ".exr", ".dng", ".cr2", ".nef", ".arw", ".raw")
+
+
+def conversion(ignored: Iterable[str]) -> str:
+    """What to do with files of images that are not read; empty without any."""
+    unread = any(kind.lower().startswith(f"{suffix} ") for kind in ignored for suffix in _UNREAD)
+    return "; convert images to PNG or JPEG" if unread else ""
 
 
 LISTS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")

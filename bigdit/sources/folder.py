@@ -30,6 +30,7 @@ from bigdit.sources.captions import (
     caption_files,
     captions_of,
     check_link,
+    conversion,
     counted,
     folder_label,
     log_ignored,
@@ -218,7 +219,8 @@ class ImageFolder:
         if not len(self._names):
             wanted = f"images{' or videos' if clip else ''} ({', '.join(suffixes)})"
             held = f", but {kinds}" if (kinds := counted(found.ignored)) else ""
-            raise UserError(f"{key}: {root} holds no {wanted}{held}{_lists_within(root)}")
+            fix = conversion(found.ignored) or _lists_within(root)
+            raise UserError(f"{key}: {root} holds no {wanted}{held}{fix}")
         if references and not found.references:
             raise UserError(
                 f"{key}: data.references is {references[-1]}, and {root} holds no references; put x.reference.png "
@@ -229,6 +231,8 @@ class ImageFolder:
             log.notice(f"{key}.mask is file, and {root} holds no x.mask.png beside x.png: all images count in full")
         if found.unread:
             log.notice(_unread(key, root, found.unread))
+        if found.numbered and config.repeats == 1 and not self._labelled:
+            log.notice(_unrepeated(key, root, found.numbered))
         masks = {"masks": config.mask} if config.mask else {}
         self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest(), **masks}
 
@@ -255,6 +259,17 @@ class ImageFolder:
                 with contextlib.suppress(Unusable):  # the image raises it when it is loaded
                     self.class_names.add(folder_label(entry.partition(_SEPARATOR)[0]))
             yield entry
+
+
+_REPEATED = re.compile(r"([2-9]|[1-9]\d{1,2})_.*/")
+"""Names of folders that kohya's scripts repeat."""
+
+
+def _unrepeated(key: str, root: Path, folders: Sequence[str]) -> str:
+    first = folders[0].rstrip("/")
+    count = how_many(len(folders), "folder")
+    source = f"{{path: {root / first}, repeats: {first.partition('_')[0]}}}"
+    return f"{key}: the numbers before the names of {count} repeat no image; for that, list them as {source}"
 
 
 def _unread(key: str, root: Path, names: Sequence[str]) -> str:
@@ -306,8 +321,8 @@ class Listing:
     """The images with `suffixes` below a folder. `edited`: the most references of an image.
 
     It counts the `masks` and `references` of images, and other files in `ignored`. `unread`: captions without an image
-    of the same name. A folder is sorted as if its name ended in a slash, which is the order of whole paths. So memory
-    holds one folder of each level, never the whole tree.
+    of the same name; `numbered`: folders that kohya's scripts would repeat. A folder is sorted as if its name ended in
+    a slash, which is the order of whole paths. So memory holds one folder of each level, never the whole tree.
     """
 
     def __init__(self, suffixes: Collection[str], config: SourceConfig, key: str, edited: int = 0) -> None:
@@ -315,6 +330,7 @@ class Listing:
         self.ignored: Counter[str] = Counter()
         self.masks = self.references = 0
         self.unread: list[str] = []
+        self.numbered: list[str] = []
 
     def images(self, folder: str = "", above: Metadata | None = None) -> Iterator[_Found]:
         """The images below a relative folder. `above`: the metadata of the nearest folder above with some."""
@@ -330,6 +346,8 @@ class Listing:
             for name in sorted(entries):
                 suffix = os.path.splitext(name)[1]
                 if name.endswith("/"):
+                    if not folder and _REPEATED.fullmatch(name):
+                        self.numbered.append(name)
                     yield from self.images(folder + name, own or above)
                 elif name in marked_files:
                     continue

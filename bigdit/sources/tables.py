@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
 import io
 import itertools
@@ -127,6 +128,21 @@ class ImageFile:
             raise Unusable("path with a zero byte") from None
 
 
+@dataclass(frozen=True)
+class ImageText:
+    """An image that a table holds in base64, as itself or as a data URL."""
+
+    text: str
+
+    def read(self) -> bytes:
+        """The bytes of the image. Raises Unusable if they are no base64."""
+        try:
+            return base64.b64decode(self.text.rpartition(",")[2].encode(), validate=True)
+        except ValueError:
+            raise Unusable("image in base64 is damaged; write it again, or name a file") from None
+
+
+_BASE64 = re.compile(r"data:image/|(iVBORw0KGgo|/9j/|UklGR|R0lGOD)[A-Za-z0-9+/]{60}")  # of PNG, JPEG, WebP and GIF
 _URL = re.compile(r"(^|/)[a-z][a-z0-9+.-]+:/")  # in a path, which has one slash
 
 
@@ -245,11 +261,13 @@ class TableSource:
 
 
 def _image(cell: Any, base: Path) -> ImageBytes | None:
-    """The image of a cell: its bytes, or its path relative to `base`."""
+    """The image of a cell: its bytes, also in base64, or its path relative to `base`."""
     if isinstance(cell, ImageBytes):
         return cell
     if not isinstance(cell, str) or not cell:
         return None
+    if _BASE64.match(cell):
+        return ImageText(cell)
     return ImageFile(base / cell, relative=not Path(cell).is_absolute())
 
 

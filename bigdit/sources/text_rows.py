@@ -228,7 +228,7 @@ class JsonRows(TextRows):
                 self.columns[name] = _kind(cell)
         if not rows:
             lines = how_many(self._expected(0), "line")
-            if self._text(0).lstrip().startswith("["):
+            if path.suffix.lower() != ".json" and self._text(0).lstrip().startswith("["):
                 raise UserError(
                     f"{key}: {path} holds a list in JSON, and each line of a .jsonl is an object; name it .json"
                 )

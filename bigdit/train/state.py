@@ -81,7 +81,7 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
         models.adapt_text(model, data.encoders.trained, strategy, seed=run.train.seed)
     sizes = () if plan is None else (plan.strategy.step_size, *plan.smaller)
     smaller = smaller_strategy(strategy, sizes, len(family.blocks(model)))
-    log_lines(world, snapshot_notices(run, model), notes=True)
+    log_lines(world, [*snapshot_notices(run, model), *models.rank_notices(model)], notes=True)
     if found is not None:
         checkpoint.load_weights(found, model)
     elif run.model.lora_from is not None and strategy.lora is not None:

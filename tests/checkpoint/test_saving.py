@@ -271,3 +271,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, engine_and_average, monkeyp
     assert names(tmp_path) == ["latest", "step-00000002"]
     assert checkpoint.latest(tmp_path)[0].step == 2
     checkpoint.verify(checkpoint.latest(tmp_path)[0])
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_said_so(tmp_path, engine_and_average):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UserError, match=r"^cannot write the checkpoint [^;]*; no folder is there; make room"):
+        keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -200,6 +202,7 @@ PAIR = {f"{ONE}.lora_A.weight": torch.ones(2, 16), f"{ONE}.lora_B.weight": torch
         ({}, {}, "it holds no LoRA"),
         ({f"{ONE}.lora_A.weight": torch.ones(2, 16)}, {}, f"{ONE} lacks one of its two matrices"),
         (PAIR | {f"{ONE}.alpha": torch.tensor(0.0)}, {}, f"{ONE} has an alpha of 0, and a number above 0 was expected"),
+        (PAIR | {f"{ONE}.lora_B.weight": torch.full((16, 2), math.nan)}, {}, f"{ONE} holds NaN or infinity; take a"),
         (PAIR | {f"{ONE}.alpha": torch.ones(3)}, {}, f"{ONE} has an alpha of nan, and a number above 0 was expected"),
         (PAIR | {f"{ONE}.lora_A.weight": torch.ones(3, 16)}, {}, r"has \[3, 16\] and \[16, 2\], which do not multiply"),
         (PAIR | {f"{ONE}.lora_A.weight": torch.ones(3)}, {}, r"has \[3\] and \[16, 2\], which do not multiply"),

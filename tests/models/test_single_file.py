@@ -64,6 +64,24 @@ def test_names_of_the_project_of_comfyui_and_of_diffusers(tmp_path, wan, prefix)
     assert all(torch.equal(found[name], wan[name]) for name in wan)
 
 
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "ema.", "transformer."])
+def test_names_of_a_wrapped_model_are_read_where_only_one_is_there(tmp_path, wan, wrapper):
+    save_file({wrapper + name: tensor for name, tensor in wan.items()}, tmp_path / "wan.safetensors")
+    found = loaded(tmp_path / "wan.safetensors")
+    assert all(torch.equal(found[name], wan[name]) for name in wan)
+    both = {f"{each}{name}": tensor.clone() for name, tensor in wan.items() for each in (wrapper, "other.")}
+    save_file(both, tmp_path / "wan.safetensors")
+    with pytest.raises(UserError, match=f"unexpected, the first {min(both)}"):
+        loaded(tmp_path / "wan.safetensors")
+
+
+def test_a_part_of_the_weights_leads_to_its_folder(tmp_path, wan):
+    models.build(WAN, device="cpu", dtype=torch.float32).save_pretrained(tmp_path, max_shard_size="10KB")
+    part = min(tmp_path.glob("*-of-*.safetensors"))
+    with pytest.raises(UserError, match=f"{part} holds a part of the weights; name its folder {tmp_path}$"):
+        loaded(part)
+
+
 @pytest.mark.parametrize("scale", ["scale_weight", "weight_scale", None])
 def test_weights_in_fp8_are_multiplied_by_their_scales(tmp_path, wan, scale):
     tensors = {}
@@ -113,6 +131,14 @@ def test_variants_of_encoders_are_read(tmp_path):
         ("wan.bin", b"PK", "wan.bin is a pickle, which may run any code; take the .safetensors of it"),
         ("wan.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
         ("wan.safetensors", b"\x08", "wan.safetensors is no safetensors file, or is cut off"),
+        ("wan.safetensors", b"GGUF\3\0\0\0", "wan.safetensors is a GGUF file, whose quantised weights bigdit does not"),
+        ("wan.safetensors", b"PK\3\4", "wan.safetensors is a pickle, which may run any code; take the .safetensors"),
+        ("wan.safetensors", b"<!DOCTYPE html>", "wan.safetensors is a page of the web; take the .safetensors of it"),
+        (
+            "wan.safetensors.index.json",
+            b"{}",
+            "wan.safetensors.index.json names the files of weights; name its folder ",
+        ),
     ],
 )
 def test_files_are_named_for_what_they_are(tmp_path, name, content, what):
@@ -129,7 +155,12 @@ def test_files_are_named_for_what_they_are(tmp_path, name, content, what):
 @pytest.mark.parametrize(
     ("name", "more", "what"),
     [
-        ("wan-t2v", {}, "holds weights of another WanTransformer3DModel: .* missing and 1 unexpected"),
+        ("wan-t2v", {}, "of another WanTransformer3DModel: .* missing and 1 unexpected, the first some.weight"),
+        (
+            "wan-t2v",
+            {"blocks.0.lora_A.weight": torch.ones(2)},
+            "some.safetensors holds a LoRA; name it in model.lora_f",
+        ),
         ("flux", {}, "diffusers finds none of it there; its first tensor is some.weight"),
         ("hunyuan-image", {}, "diffusers converts no single file of HunyuanImageTransformer2DModel; take its folder"),
         (

@@ -35,8 +35,20 @@ def test_what_a_folder_holds_besides_is_reported(tmp_path, capsys):
         (tmp_path / name).touch()
     assert len(opened(str(tmp_path))) == 1
     kinds = "3 hidden files, 2 .heic files, 1 linked folder"
-    reported = f"data.images: other files in {tmp_path} are ignored: {kinds}\n"
+    reported = f"data.images: other files in {tmp_path} are ignored: {kinds}; convert images to PNG or JPEG\n"
     assert capsys.readouterr().err == reported
+
+
+def test_numbers_that_kohyas_scripts_repeat_by_are_named(tmp_path, capsys):
+    save(tmp_path / "10_sks dog/a.png")
+    save(tmp_path / "1_dog/a.png")
+    opened(str(tmp_path))
+    source = f"{{path: {tmp_path}/10_sks dog, repeats: 10}}"
+    said = f"data.images: the numbers before the names of 1 folder repeat no image; for that, list them as {source}\n"
+    assert capsys.readouterr().err == said
+    opened([{"path": str(tmp_path / "10_sks dog"), "repeats": 10}])
+    opened([{"path": str(tmp_path), "label": "folder"}])
+    assert capsys.readouterr().err == ""
 
 
 FILE_NAMES = st.binary(min_size=1, max_size=9).map(lambda name: os.fsdecode(name.translate(None, b"\0/") or b"x"))

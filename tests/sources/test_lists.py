@@ -1,5 +1,6 @@
 """Captions as other trainers keep them: files beside images, metadata of folders, and lists in JSON and UTF-16."""
 
+import base64
 import json
 import math
 import unicodedata
@@ -243,7 +244,12 @@ def test_a_table_may_name_an_image_in_another_normal_form(folder):
         ("list.csv", "\ufeffpath,caption\n".encode("utf-16")[:-1], "begins as UTF-16, and is damaged"),
         ("list.xlsx", "PK", "list.xlsx is an Excel table; save it as CSV"),
         ("", "", "holds no images (.png, "),
-        ("pictures/a.heic", "x", ".bmp, .tif, .tiff, .gif), but 1 .heic file"),
+        ("pictures/a.heic", "x", ".bmp, .tif, .tiff, .gif), but 1 .heic file; convert images to PNG or JPEG"),
+        (
+            "list.json",
+            '[["a.png", "x"]]',
+            "list.json holds no objects in its first 1 line, the first line holds list, not",
+        ),
     ],
 )
 def test_lists_that_cannot_be_used_are_one_line(tmp_path, name, text, problem):
@@ -284,3 +290,18 @@ def test_a_row_with_too_few_or_too_many_references_says_how_many_are_read(tmp_pa
     _, one, two, *_ = opened(str(tmp_path / "list.jsonl"), references=3, min_references=2).items(0, 9)
     assert reason(one) == "column reference names 1 image, and data.min_references is 2 (list.jsonl row 2)"
     assert len(two.load().references) == 2
+
+
+@pytest.mark.parametrize("name", ["list.jsonl", "list.tsv"])
+def test_images_in_base64_are_read_as_themselves(tmp_path, name):
+    """With or without the start of a data URL. A damaged one is named by its row."""
+    cell = base64.b64encode(png(7)).decode()
+    cells = [cell, f"data:image/png;base64,{cell}", f"{cell}!", cell.replace("iVBOR", "iVBOS", 1)]
+    table = "".join(f"{each}\tx\n" for each in ["image", *cells]).replace("image\tx", "image\tcaption")
+    rows = lines(*({"image": each, "caption": "x"} for each in cells))
+    (tmp_path / name).write_text(rows if name.endswith("jsonl") else table)
+    one, two, damaged, path = opened(str(tmp_path / name)).items(0, 4)
+    assert [value(each.load()) for each in (one, two)] == [7, 7]
+    assert damaged.name == f"{name} row 3"
+    assert reason(damaged) == "image in base64 is damaged; write it again, or name a file"
+    assert "is missing" in reason(path)

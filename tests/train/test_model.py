@@ -199,6 +199,25 @@ def write_header(spec, folder):
         file.truncate(8 + len(text) + end)
 
 
+def test_a_rank_above_the_side_of_a_layer_is_a_line(capsys, tmp_path):
+    spec = model_spec(load_run(DIGITS, []).model)
+    write_header(spec, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": spec.class_name} | spec.kwargs))
+    lora = (
+        f"model.init_from={tmp_path}",
+        "strategy.precision=bf16",
+        "strategy.lora.targets=[to_q,linear_1]",
+        "data.features=/none",
+    )
+    _, _, message = dry_run(capsys, *lora, "strategy.lora.rank=64")
+    assert "strategy.lora" not in message
+    status, _, message = dry_run(capsys, *lora, "strategy.lora.rank=200")
+    above = (
+        "strategy.lora: rank 200 is set, and above 64 it adds nothing to caption_projection.linear_1, the smallest of"
+    )
+    assert (status, f"note: {above} " in message) == (0, True)
+
+
 def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path):
     """Qwen-Image gets patches of 2 × 2 as channels, but its out_channels counts a pixel's."""
     document = yaml.safe_load(recipe("qwen-image-lora-rtx-4090").text)
