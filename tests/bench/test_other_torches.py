@@ -8,12 +8,10 @@ STRATEGIES = (
     "single,checkpointed_blocks=1,checkpointing=selective",
     "single,features=online",
     "single,lora.base=nf4,checkpointed_blocks=all",
-    "single,lora.base=int8",
-    "single,offload_activations=true,ema.device=cpu",
+    "single,lora.base=int8,offload_activations=true,ema.device=cpu",
     "zero2-offload,world_size=8",
     "zero3,world_size=8",
-    "fsdp2,world_size=8,checkpointed_segments.blocks=2",
-    "fsdp2,world_size=8,optimizer.name=muon",
+    "fsdp2,world_size=8,optimizer.name=muon,checkpointed_segments.blocks=2",
     "fsdp2-offload,world_size=8,dp_replicate=2",
 )
 

@@ -127,8 +127,14 @@ def a_batch(kwargs):
     return Batch(drawn(*SHAPE), drawn(6, width), torch.ones(2, 6), (1, 2), extras)
 
 
-@pytest.mark.parametrize(("blocks", "compiled"), [(0, False), ("all", False), ("all", True)])
-@pytest.mark.parametrize("class_name", CASES)
+COMPILED = ("FluxTransformer2DModel", "SanaTransformer2DModel")
+"""tests/engines/test_controlnets.py compiles SD3's blocks."""
+
+
+@pytest.mark.parametrize(
+    ("class_name", "blocks", "compiled"),
+    [*((name, blocks, False) for name in CASES for blocks in (0, "all")), *((name, "all", True) for name in COMPILED)],
+)
 def test_steps_are_those_of_diffusers_controlnet_written_by_hand(class_name, blocks, compiled):
     """Weight decay shows weights that the loss does not reach: they have no gradient, also in compiled blocks."""
     torch._dynamo.reset()

@@ -256,7 +256,6 @@ def test_a_host_that_has_no_room_for_the_weights_is_a_line():
 
 
 RUNS = {
-    "adapters over int8": ("strategy.lora.rank=4", "strategy.lora.base=int8"),
     "adapters over nf4": ("strategy.lora.rank=4", "strategy.lora.base=nf4"),
     "all weights": (
         *("strategy.precision=bf16_sr", "strategy.optimizer_in_backward=true", "strategy.gradient_clipping=null"),

@@ -36,7 +36,7 @@ def run_all(asked: StepRequest, folder: Path) -> GpuRun:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
-    ["zero2", "fsdp2", "fsdp2,cp=2,checkpointed_blocks=2", "fsdp2,world_size=4,cp=4,cp_ring=2,checkpointed_blocks=all"],
+    ["zero2", "fsdp2", "fsdp2,world_size=4,cp=4,cp_ring=2,checkpointed_blocks=all"],
 )
 def test_the_first_rank_alone_takes_what_it_takes_among_all(gpus: EmulatedGpus, given: str, tmp_path: Path) -> None:
     strategy = parse_strategy(["world_size=2,micro_batch_size=2,grad_accum_steps=2", given])

@@ -40,6 +40,7 @@ CASES = {
     "StableDiffusion3Pipeline": ("SD3Transformer2DModel", SD3, ["text_encoder", "text_encoder_2"]),
     "FluxPipeline": ("FluxTransformer2DModel", FLUX, ["text_encoder"]),
 }
+OF_TWO_ENCODERS = pytest.mark.parametrize("case", ["StableDiffusion3Pipeline"], indirect=True)
 BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
 HELD = 1024
 """Bytes: a step's loss and norm, which the loop reads in the next step."""
@@ -180,6 +181,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_with_peft(case):
         assert any(gradients[each].any() for each in gradients if each.startswith(f"text_encoders.{part}."))
 
 
+@OF_TWO_ENCODERS
 def test_a_run_resumes_to_the_bit(case, trained, tmp_path):
     _, path = case
     for steps in (2, 3):
@@ -193,6 +195,7 @@ def test_a_run_resumes_to_the_bit(case, trained, tmp_path):
 
 
 @pytest.mark.slow
+@OF_TWO_ENCODERS
 def test_two_replicas_train_encoders_as_one_process_does(case, tmp_path):
     """Each has its own half of a batch, and one process resumes what they saved."""
     _, path = case

@@ -117,8 +117,7 @@ than they do."""
 
 
 def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
-    """The seed to clone for this process, if there is one. Tests start theirs at first use, and it ends with them.
-    Clones start none: importing all libraries takes longer than the one process on a GPU that most of them need."""
+    """The seed to clone for this process, if there is one. Tests start theirs at first use, and it ends with them."""
     on_gpu = "BIGDIT_EMULATED_GPU" in environment
     home = _OWN.parents[1] / ".venv-cuda/bin" if on_gpu else _OWN
     observed = "BIGDIT_EMULATED_OUT" in environment

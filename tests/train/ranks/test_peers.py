@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -72,12 +72,14 @@ STOPPED = {
 
 @pytest.mark.slow
 def test_a_stopped_process_is_named_after_the_timeout(features, tmp_path):
-    """One run for each engine: both wait for the timeout at once. HSDP's groups are tested below."""
+    """One run for each engine, and one whose first process holds the store: all wait for the timeout at once. HSDP's
+    groups are tested below."""
     with ExitStack() as stack:
         runs = [
             stack.enter_context(running(BIGDIT, features, tmp_path / name, *engine, "train.timeout=5"))
             for name, (engine, _) in STOPPED.items()
         ]
+        of_store = stack.enter_context(without_launcher("stops"))
         begun = []
         for run, (_, rank) in zip(runs, STOPPED.values(), strict=True):
             ranks = run.until_it_trains().ranks()
@@ -85,6 +87,29 @@ def test_a_stopped_process_is_named_after_the_timeout(features, tmp_path):
             begun.append((run, ranks, rank))
         for each in begun:
             stopped_is_named(*each)
+        holder_is_named(*of_store)
+
+
+@contextmanager
+def without_launcher(what):
+    """Two processes of a launcher that holds no store itself: torch gives requests to a store no timeout."""
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", _GROUP, what, "2"]
+    ranks = [os.environ | port | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    both = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for env in ranks]
+    try:
+        yield both
+    finally:
+        for process in both:
+            process.kill()
+
+
+def holder_is_named(first, second):
+    _, printed = second.communicate(timeout=100)
+    assert second.returncode == 1
+    where = f"rank 0 (process {first.pid} on {os.uname().nodename}), which is stopped, did not "
+    assert printed.startswith(f"error: {where}")
+    assert printed.count("\n") == 1
 
 
 def stopped_is_named(run, ranks, rank):
@@ -280,24 +305,6 @@ def test_processes_that_abort_since_another_is_stopped(capfd, monkeypatch):
     printed = capfd.readouterr().err.splitlines()[-1]
     assert printed.startswith("error: rank 1, which was stopped, did not answer; rank 0 (process ")
     assert printed.endswith(") was ended by SIGABRT")
-
-
-def test_the_process_that_holds_the_store_does_not_answer():
-    """Launchers that hold no store themselves: torch gives requests to a store no timeout."""
-    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    command = [sys.executable, "-c", _GROUP, "stops", "2"]
-    ranks = [os.environ | port | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    first, second = (subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for env in ranks)
-    try:
-        _, printed = second.communicate(timeout=100)
-    finally:
-        first.kill()
-        second.kill()
-    assert second.returncode == 1
-    assert printed.startswith(
-        f"error: rank 0 (process {first.pid} on {os.uname().nodename}), which is stopped, did not "
-    )
-    assert printed.count("\n") == 1
 
 
 def test_a_process_that_loses_its_parent_before_it_looks(tmp_path):
