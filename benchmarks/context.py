@@ -80,7 +80,11 @@ def main() -> None:
     compiled = {name.split()[0]: found[name] for name in found if name.endswith(" compiled")}
     worst = max(each[what] for each in compiled.values() for what in ("gradients", "curve"))
     print(f"\nCompiled over 4 processes, {', '.join(compiled)}: at most {worst:.0e} of gradients and losses.")
-    ways = [name for name in found if name.split()[0] not in MODELS and not name.endswith("wise")]
+    begins = [name for name in found if name.split()[0].endswith("-begins")]
+    worst = max(found[name][what] for name in begins for what in ("gradients", "curve"))
+    print(f"\nFrom given first frames, {', '.join(begins)}: at most {worst:.0e} of gradients and losses.")
+    named = {*MODELS, *(name.split()[0] for name in begins)}
+    ways = [name for name in found if name.split()[0] not in named and not name.endswith("wise")]
     worst = max(found[name][what] for name in ways for what in ("gradients", "curve"))
     print(f"\nQwen-Image over 2 of 4 processes, {', '.join(ways)}: at most {worst:.0e} of gradients and losses.")
     fp8 = max(found[name]["curve"] for name in ("tensorwise", "rowwise"))
