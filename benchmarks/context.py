@@ -82,8 +82,9 @@ def main() -> None:
     print(f"\nCompiled over 4 processes, {', '.join(compiled)}: at most {worst:.0e} of gradients and losses.")
     begins = [name for name in found if name.split()[0].endswith("-begins")]
     worst = max(found[name][what] for name in begins for what in ("gradients", "curve"))
-    print(f"\nFrom given first frames, {', '.join(begins)}: at most {worst:.0e} of gradients and losses.")
-    named = {*MODELS, *(name.split()[0] for name in begins)}
+    models = dict.fromkeys(name.split()[0] for name in begins)
+    print(f"\nFrom given first frames, {', '.join(models)}: at most {worst:.0e} of gradients and losses.")
+    named = {*MODELS, *models}
     ways = [name for name in found if name.split()[0] not in named and not name.endswith("wise")]
     worst = max(found[name][what] for name in ways for what in ("gradients", "curve"))
     print(f"\nQwen-Image over 2 of 4 processes, {', '.join(ways)}: at most {worst:.0e} of gradients and losses.")
