@@ -22,7 +22,9 @@ from bigdit.processes import STOPPED, state_of
 from bigdit.train.processes.end import LAUNCHER, handled_signals
 from bigdit.units import gib
 
-PATIENCE_S = 10.0  # for the other processes to end by themselves when one has failed
+# For the other processes to end by themselves when one has failed. Each waits up to three times 5 s before it ends: for
+# a peer to end, for the store to answer, for others to read who was lost.
+PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True)
