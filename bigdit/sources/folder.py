@@ -43,7 +43,7 @@ from bigdit.sources.captions import (
 from bigdit.sources.captions import (
     SUFFIXES as CAPTIONS,
 )
-from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, holds_files, not_there, read_file, sampled_digest, unreadable
+from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, check_mounted, not_there, read_file, sampled_digest, unreadable
 from bigdit.sources.image import (
     MASK,
     REFERENCE,
@@ -183,9 +183,10 @@ class FolderItem(Item):
         except FileNotFoundError as error:
             if self.path.is_symlink():
                 raise Unusable(f"{self.path.name} is a link to nothing") from None
-            if holds_files(self.path.parent):
-                raise Unusable(f"{self.path.name} is missing") from None
-            raise unreadable(self.path, error) from None
+            if not self.root.exists():
+                raise unreadable(self.path, error) from None
+            check_mounted(self.path)
+            raise Unusable(f"{self.path.name} is missing") from None
 
 
 class ImageFolder:
