@@ -392,9 +392,10 @@ def _owner(parts: Parts) -> str:
     """Which model of the catalogue has these layers, and what to do."""
     if any(_U_NET.search(layer) for layer in parts):
         return "it is of a U-Net, such as that of SDXL; take a LoRA of this model"
+    sides = {side for part in parts.values() for side in (len(part["up"]), part["down"].shape[1])}
     for model in models():
-        if not model.trainable:
-            continue
+        if not model.trainable or _width(model.spec) not in (None, *sides):
+            continue  # to outline a model takes a tenth of a second
         places = _places(model.spec.class_name, linears := _linears(model.spec))
         own = {_plain(layer): part for layer, part in _in_own_names(model.spec.class_name, parts, places).items()}
         if own.keys() <= places.keys() and not any(
@@ -402,6 +403,14 @@ def _owner(parts: Parts) -> str:
         ):
             return f"its layers are those of {model.name}; set model.name to that, or take a LoRA of this model"
     return "it is of another model, or in names that are not read; take a file in diffusers' names"
+
+
+def _width(spec: ModelSpec) -> int | None:
+    """The width of its blocks, if the catalogue has it. It is a side of all layers of attention."""
+    heads, channels, whole = (
+        spec.kwargs.get(key) for key in ("num_attention_heads", "attention_head_dim", "hidden_size")
+    )
+    return heads * channels if heads and channels else whole
 
 
 def _misfit(name: str, part: Mapping[str, torch.Tensor], rows: Rows, linear: nn.Linear) -> str | None:
