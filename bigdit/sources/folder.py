@@ -25,6 +25,7 @@ from bigdit.config.data import MAX_PIXELS, MOST_REFERENCES, SourceConfig
 from bigdit.errors import UserError, shown
 from bigdit.sources.captions import (
     LISTS,
+    OF_SAMPLES,
     CaptionFiles,
     Missing,
     caption_files,
@@ -371,7 +372,7 @@ class Listing:
                     own_mask = mask if masked and mask != usual_mask else None
                     yield folder + name, files, None if captions == usual else captions, row, reference, own_mask
                 elif suffix.lower() in CAPTIONS:
-                    caption_names.append(name)
+                    caption_names += [name] if name != OF_SAMPLES else []
                 elif name not in METADATA:
                     self.ignored[f"{suffix or 'other'} file"[:20]] += 1
             if len(caption_names) > captions_found and reads_captions(self._config):
