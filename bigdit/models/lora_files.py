@@ -171,7 +171,7 @@ def _name_in_file(name: str) -> str:
 
 
 _PREFIXES = re.compile(
-    r"^(base_model\.model\.)?(transformer\.|(model\.)?diffusion_model\.|lora_unet_|lora_transformer_|lycoris_)?"
+    r"^((base_model\.model|transformer|(model\.)?diffusion_model|unet|module)\.|lora_unet_|lora_transformer_|lycoris_)*"
 )
 _PART = re.compile(
     r"(?P<layer>.+?)[._](?P<kind>lora(_linear_layer)?[._](A|B|down|up)|lora_magnitude_vector)(\.default)?(\.weight)?$"
@@ -311,7 +311,7 @@ def _end(name: str) -> str:
 
 def _plain(layer: str) -> str:
     of_processor = layer.replace(".processor.to_out", ".to_out.0").replace(".processor.", ".")  # old names
-    return _PREFIXES.sub("", of_processor).replace(".", "_")
+    return _PREFIXES.sub("", of_processor).replace(".", "_").rstrip("_")
 
 
 def _parts(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:

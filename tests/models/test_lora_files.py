@@ -95,6 +95,8 @@ def test_kohyas_names_and_alpha_are_read():
         ("lora_transformer_transformer_blocks_0_attn_{}", "lora_down.weight", "lora_up.weight"),
         ("lycoris_transformer_blocks_0_attn_{}", "lora_down.weight", "lora_up.weight"),
         ("diffusion_model.transformer_blocks.0.attn.{}", "lora_A.weight", "lora_B.weight"),  # ai-toolkit
+        ("transformer.base_model.model.transformer_blocks.0.attn.{}", "lora_A.weight", "lora_B.weight"),  # SimpleTuner
+        ("lora_unet_transformer_blocks_0_attn_{}_", "lora_down.weight", "lora_up.weight"),
         ("base_model.model.transformer_blocks.0.attn.{}", "lora_A.default.weight", "lora_B.default.weight"),
     ],
 )
