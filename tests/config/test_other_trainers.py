@@ -56,6 +56,7 @@ def test_each_option_is_one_of_a_command():
          "data.images.caption? (one"),
         ("strategy.precision=no", "strategy.precision is false, which is unknown; did you mean fp32?"),
         ("data.buckets=512", "data.buckets: it is a list of sizes, such as [[512, 512]]; 512 was found"),
+        ("data.buckets=[512x768]", "data.buckets: it is a list of sizes, such as [[512, 768]]"),
         ("data.buckets=[512, 768]", "data.buckets: it is a list of sizes, such as [[512, 768]]"),
         ("network={linear: 16}", "network: unknown key; did you mean strategy.lora? ({rank: 16, alpha: 16})"),
         ("strategy.engine=DDP", "strategy.engine is 'DDP', which is unknown; did you mean ddp?"),
