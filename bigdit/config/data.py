@@ -140,9 +140,10 @@ class SourceConfig(Section):
     """Read files outside the folder through links. Links to folders are never followed."""
     frame_rate: Positive | None = None
     """Frames per second, for a folder whose subfolders are videos of numbered images."""
-    mask: Literal["file", "alpha"] | None = None
+    mask: Literal["file", "alpha"] | Path | None = None
     """For folders of images: what weights the loss of each place, from 0 (black) to 1 (white). file: x.mask.png beside
-    x.png; alpha: the opacity. An image without a mask counts in full. With fill: what is painted (white)."""
+    x.png; alpha: the opacity; else a folder of masks, which have the names of their images. An image without a mask
+    counts in full. With fill: what is painted (white)."""
     buckets: Buckets | None = None
     """Sizes of this source, in place of data.buckets."""
     flip: Switch = False
