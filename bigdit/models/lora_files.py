@@ -320,9 +320,12 @@ def _parts(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> di
     for name, tensor in tensors.items():
         match = _PART.fullmatch(name)
         if match is None:
-            kind = next((words for key, words in _OTHER_KINDS.items() if re.search(rf"[._]{key}", name)), "no LoRA")
+            kind = next((words for key, words in _OTHER_KINDS.items() if re.search(rf"[._]{key}", name)), None)
+            fix = "merge it into the weights of model.init_from"
             raise UserError(
-                f"its tensor {name} is of {kind}, and LoRA was expected; merge it into the weights of model.init_from"
+                f"its tensor {name} is of {kind}, and LoRA was expected; {fix}"
+                if kind
+                else f"its tensor {name} is of no LoRA; whole weights are named in model.init_from"
             )
         kind = match["rest"] or _KINDS[re.split(r"[._]", match["kind"])[-1]]
         parts.setdefault(match["layer"] or match["other"], {})[kind] = (

@@ -209,6 +209,7 @@ PAIR = {f"{ONE}.lora_A.weight": torch.ones(2, 16), f"{ONE}.lora_B.weight": torch
         (PAIR | {f"{ONE}.lora_A.weight": torch.ones(3, 16)}, {}, r"has \[3, 16\] and \[16, 2\], which do not multiply"),
         (PAIR | {f"{ONE}.lora_A.weight": torch.ones(3)}, {}, r"has \[3\] and \[16, 2\], which do not multiply"),
         (PAIR | {f"{ONE}.lokr_w1": torch.ones(2)}, {}, rf"its tensor {ONE}.lokr_w1 is of LoKr, .*; merge it into"),
+        (PAIR | {"x_embedder.bias": torch.ones(2)}, {}, "its tensor x_embedder.bias is of no LoRA; whole weights a"),
         (PAIR | {f"{ONE}.dora_scale": torch.ones(16, 1)}, {}, f"{ONE} has a dora_scale, which depends on the weights"),
         (PAIR, {"dora": True}, "it has no magnitudes; set strategy.lora.dora to false"),
         (PAIR | {f"{ONE}.lora_magnitude_vector": torch.ones(16)}, {}, r"it has magnitudes \(DoRA\); set strategy"),
