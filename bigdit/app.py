@@ -92,6 +92,10 @@ def run(arguments: Sequence[str]) -> int:
         _raise_by_option(error)
         _add_hint(error)
         message = error.format_message()
+        if message == "Missing option '--config'." and (
+            files := [each for each in arguments if each.endswith((".yaml", ".yml"))]
+        ):
+            message = f"{message.rstrip('.')}; did you mean --config {files[0]}?"
         if message.startswith("Usage: "):  # a group without a command shows its help
             error.show()
             return EXIT_USER

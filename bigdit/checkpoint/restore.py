@@ -20,7 +20,17 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from bigdit import models
 from bigdit.catalog.resolve import read_model_config
-from bigdit.checkpoint.folder import CHECKSUMS, STATE, Checkpoint, Peers, Saved, check_exported, open_checkpoint, verify
+from bigdit.checkpoint.folder import (
+    CHECKSUMS,
+    STATE,
+    Checkpoint,
+    Peers,
+    Saved,
+    check_exported,
+    latest,
+    open_checkpoint,
+    verify,
+)
 from bigdit.config.load import parse_run
 from bigdit.config.run import RunConfig
 from bigdit.documents import differences, read_json, written
@@ -126,7 +136,9 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         folder = next((each for each in folders if (each / ADAPTERS).is_file()), source)
         check_exported(folder)
         if not any((folder / name).is_file() for name in (ADAPTERS, PEFT_FILE)):
-            raise UserError(f"it holds no {ADAPTERS}; name a checkpoint (checkpoints/STEP of an output) or an export")
+            last, _ = latest(source)
+            such = "(checkpoints/STEP of an output) or an export" if last is None else f"of it, such as {last.folder}"
+            raise UserError(f"it holds no {ADAPTERS}; name a checkpoint {such}")
         source = folder / (ADAPTERS if (folder / ADAPTERS).is_file() else PEFT_FILE)
     problem = models.not_safetensors(source)
     if problem is not None:

@@ -156,6 +156,8 @@ def _print(report: ExtractReport, samples: str) -> None:
     log.say(f"{done}; report: {report.features / REPORT}")
     print_captions(report.store)
     print_skipped(report.store.skipped)
+    if report.store.skipped and not report.parts:
+        log.say("files that you mended, and that a table names, are found by `bigdit extract --by-content`")
 
 
 def encoded(store: StoreReport) -> str:

@@ -124,6 +124,7 @@ def run(args: SampleArguments) -> None:
 
     from bigdit.sampling import SamplingOptions
     from bigdit.shortage import bounded
+    from bigdit.sources.captions import OF_SAMPLES
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found, name = _source(args)
@@ -137,7 +138,7 @@ def run(args: SampleArguments) -> None:
         images = loaded.repeated(images, args.count)
         rows, grid = _generate(loaded, prompts, options, images, args.out, args.with_captions)
     report = _document(args, found, rows)
-    write_json(args.out / "samples.json", report)
+    write_json(args.out / OF_SAMPLES, report)
     if args.as_json:
         log.emit_json(report)
     wrote = f"{how_many(len(rows), 'video' if frames else 'image')}{' with captions' if args.with_captions else ''}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,8 +31,10 @@ Bucket = Annotated[tuple[Side, ...], Field(min_length=2, max_length=3)]
 
 
 def _sizes(value: Any) -> Any:
-    """A list of buckets. Raises ValueError for a list of numbers, with the list of that bucket."""
+    """A list of buckets. Raises ValueError for numbers, and for texts such as 512x768, with the list of that bucket."""
     sides = value if isinstance(value, list) else [value]
+    if sides and isinstance(sides[0], str) and re.fullmatch(r"\d+(x\d+)+", sides[0]):
+        sides = [int(side) for side in sides[0].split("x")]
     if sides and all(isinstance(side, int) for side in sides):
         raise ValueError(f"it is a list of sizes, such as [{sides * 2 if len(sides) == 1 else sides}]")
     return value
@@ -137,9 +140,10 @@ class SourceConfig(Section):
     """Read files outside the folder through links. Links to folders are never followed."""
     frame_rate: Positive | None = None
     """Frames per second, for a folder whose subfolders are videos of numbered images."""
-    mask: Literal["file", "alpha"] | None = None
+    mask: Literal["file", "alpha"] | Path | None = None
     """For folders of images: what weights the loss of each place, from 0 (black) to 1 (white). file: x.mask.png beside
-    x.png; alpha: the opacity. An image without a mask counts in full. With fill: what is painted (white)."""
+    x.png; alpha: the opacity; else a folder of masks, which have the names of their images. An image without a mask
+    counts in full. With fill: what is painted (white)."""
     buckets: Buckets | None = None
     """Sizes of this source, in place of data.buckets."""
     flip: Switch = False

@@ -91,11 +91,13 @@ def _filled(spec: ModelSpec, folder: Path, dtype: torch.dtype, read: Read) -> nn
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {reason}") from None
     if missing or unexpected:
-        raise UserError(f"{folder} holds {_other(spec, folder, missing, unexpected)}")
+        named = config.get("_class_name", spec.class_name)
+        kind = f"another {named}" if named == spec.class_name else f"{named}, not of {spec.class_name}"
+        raise UserError(f"{folder} holds {_other(kind, folder, missing, unexpected)}")
     return model
 
 
-def _other(spec: ModelSpec, folder: Path, missing: Collection[str], unexpected: Collection[str]) -> str:
+def _other(kind: str, folder: Path, missing: Collection[str], unexpected: Collection[str]) -> str:
     """What tensors with other names are of, and what to do."""
     if any(".lora_" in name for name in unexpected):
         return "a LoRA; name it in model.lora_from"
@@ -103,7 +105,7 @@ def _other(spec: ModelSpec, folder: Path, missing: Collection[str], unexpected: 
         return f"a part of the weights; name its folder {folder.parent}"
     first = f", the first {min(unexpected)}" if unexpected else ""
     lost = how_many(len(missing), "tensor")
-    return f"weights of another {spec.class_name}: {lost} missing and {len(unexpected)} unexpected{first}"
+    return f"weights of {kind}: {lost} missing and {len(unexpected)} unexpected{first}"
 
 
 def skeleton(spec: ModelSpec, *, dtype: torch.dtype) -> nn.Module:
@@ -307,6 +309,8 @@ def read_single_file(
         return {name.removeprefix(wrapped[0]): each for name, each in tensors.items() if name.startswith(wrapped[0])}
     if class_name not in SINGLE_FILE_LOADABLE_CLASSES:
         raise UserError(f"diffusers converts no single file of {class_name}; take its folder in diffusers' format")
+    if not config and tensors.keys() < set(wanted):
+        return tensors  # in the model's own names; some are missing
     first, convert = next(iter(tensors), "none"), SINGLE_FILE_LOADABLE_CLASSES[class_name]["checkpoint_mapping_fn"]
     try:
         converted = convert(checkpoint=tensors, config=config)

@@ -171,7 +171,7 @@ def _name_in_file(name: str) -> str:
 
 
 _PREFIXES = re.compile(
-    r"^(base_model\.model\.)?(transformer\.|(model\.)?diffusion_model\.|lora_unet_|lora_transformer_|lycoris_)?"
+    r"^((base_model\.model|transformer|(model\.)?diffusion_model|unet|module)\.|lora_unet_|lora_transformer_|lycoris_)*"
 )
 _PART = re.compile(
     r"(?P<layer>.+?)[._](?P<kind>lora(_linear_layer)?[._](A|B|down|up)|lora_magnitude_vector)(\.default)?(\.weight)?$"
@@ -311,7 +311,7 @@ def _end(name: str) -> str:
 
 def _plain(layer: str) -> str:
     of_processor = layer.replace(".processor.to_out", ".to_out.0").replace(".processor.", ".")  # old names
-    return _PREFIXES.sub("", of_processor).replace(".", "_")
+    return _PREFIXES.sub("", of_processor).replace(".", "_").rstrip("_")
 
 
 def _parts(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
@@ -320,9 +320,12 @@ def _parts(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> di
     for name, tensor in tensors.items():
         match = _PART.fullmatch(name)
         if match is None:
-            kind = next((words for key, words in _OTHER_KINDS.items() if re.search(rf"[._]{key}", name)), "no LoRA")
+            kind = next((words for key, words in _OTHER_KINDS.items() if re.search(rf"[._]{key}", name)), None)
+            fix = "merge it into the weights of model.init_from"
             raise UserError(
-                f"its tensor {name} is of {kind}, and LoRA was expected; merge it into the weights of model.init_from"
+                f"its tensor {name} is of {kind}, and LoRA was expected; {fix}"
+                if kind
+                else f"its tensor {name} is of no LoRA; whole weights are named in model.init_from"
             )
         kind = match["rest"] or _KINDS[re.split(r"[._]", match["kind"])[-1]]
         parts.setdefault(match["layer"] or match["other"], {})[kind] = (
@@ -392,9 +395,10 @@ def _owner(parts: Parts) -> str:
     """Which model of the catalogue has these layers, and what to do."""
     if any(_U_NET.search(layer) for layer in parts):
         return "it is of a U-Net, such as that of SDXL; take a LoRA of this model"
+    sides = {side for part in parts.values() for side in (len(part["up"]), part["down"].shape[1])}
     for model in models():
-        if not model.trainable:
-            continue
+        if not model.trainable or _width(model.spec) not in (None, *sides):
+            continue  # to outline a model takes a tenth of a second
         places = _places(model.spec.class_name, linears := _linears(model.spec))
         own = {_plain(layer): part for layer, part in _in_own_names(model.spec.class_name, parts, places).items()}
         if own.keys() <= places.keys() and not any(
@@ -402,6 +406,14 @@ def _owner(parts: Parts) -> str:
         ):
             return f"its layers are those of {model.name}; set model.name to that, or take a LoRA of this model"
     return "it is of another model, or in names that are not read; take a file in diffusers' names"
+
+
+def _width(spec: ModelSpec) -> int | None:
+    """The width of its blocks, if the catalogue has it. It is a side of all layers of attention."""
+    heads, channels, whole = (
+        spec.kwargs.get(key) for key in ("num_attention_heads", "attention_head_dim", "hidden_size")
+    )
+    return heads * channels if heads and channels else whole
 
 
 def _misfit(name: str, part: Mapping[str, torch.Tensor], rows: Rows, linear: nn.Linear) -> str | None:

@@ -237,6 +237,7 @@ def conversion(ignored: Iterable[str]) -> str:
     return "".join(f"; convert {what}" for what, suffixes in _UNREAD.items() if found & {*suffixes.split()})
 
 
+OF_SAMPLES = "samples.json"  # `bigdit sample` writes it beside images and captions, which it repeats
 LISTS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 """Suffixes of lists of images. A list is a source by itself."""
 

@@ -161,10 +161,11 @@ def not_there(path: Path) -> str:
     return f"does not exist{where}" + (f"; did you mean {folder / near[0]}?" if near else "")
 
 
-def holds_files(folder: Path) -> bool:
-    """Whether a folder has entries. An empty one may be the mount point of a missing disk."""
-    try:
-        with os.scandir(folder) as entries:
-            return any(entries)
-    except OSError:
-        return False
+def check_mounted(path: Path) -> None:
+    """Raise UserError if a missing file may be on a disk that is not mounted: the nearest folder above it is empty."""
+    for folder in path.parents:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            if any(entries):
+                return
+            fix = "mount its disk, or remove that folder, and run again"
+            raise UserError(f"data.images: {path} is missing, and {folder} is empty: {fix}")

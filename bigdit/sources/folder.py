@@ -25,6 +25,7 @@ from bigdit.config.data import MAX_PIXELS, MOST_REFERENCES, SourceConfig
 from bigdit.errors import UserError, shown
 from bigdit.sources.captions import (
     LISTS,
+    OF_SAMPLES,
     CaptionFiles,
     Missing,
     caption_files,
@@ -43,7 +44,7 @@ from bigdit.sources.captions import (
 from bigdit.sources.captions import (
     SUFFIXES as CAPTIONS,
 )
-from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, holds_files, not_there, read_file, sampled_digest, unreadable
+from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, check_mounted, not_there, read_file, sampled_digest, unreadable
 from bigdit.sources.image import (
     MASK,
     REFERENCE,
@@ -156,7 +157,9 @@ class FolderItem(Item):
 
     def _read_neighbour(self, name: str) -> bytes | None:
         """The bytes of a file in the folder of the image, if it exists."""
-        return read_linked(self.root, self.path.with_name(name), self.follow_links, IMAGE_BYTES)
+        path = self.path.parent / name
+        root = path.parent if os.path.isabs(name) else self.root  # in a folder of masks
+        return read_linked(root, path, self.follow_links, IMAGE_BYTES)
 
     def captions(self) -> tuple[Caption, ...]:
         """As Item.captions."""
@@ -183,9 +186,10 @@ class FolderItem(Item):
         except FileNotFoundError as error:
             if self.path.is_symlink():
                 raise Unusable(f"{self.path.name} is a link to nothing") from None
-            if holds_files(self.path.parent):
-                raise Unusable(f"{self.path.name} is missing") from None
-            raise unreadable(self.path, error) from None
+            if not self.root.exists():
+                raise unreadable(self.path, error) from None
+            check_mounted(self.path)
+            raise Unusable(f"{self.path.name} is missing") from None
 
 
 class ImageFolder:
@@ -200,13 +204,17 @@ class ImageFolder:
         """
         self.root = root = config.path
         self._links = config.follow_links
-        self._mask = config.mask
+        self._mask = _kind_of_mask(config)
         self._labelled, self._captioned = config.label is not None, reads_captions(config)
         self._clip, self._least = clip, min(references, default=0)
         suffixes = SUFFIXES if clip is None else (*SUFFIXES, *VIDEOS)
         self.class_names: set[str] = set()
         digest = xxhash.xxh3_128(b"follow_links\n" if self._links else b"")
         found = Listing(suffixes, config, key, max(references, default=0))
+        if isinstance(config.mask, Path) and not config.mask.is_dir():
+            raise UserError(
+                f"{key}.mask: the folder {config.mask} {not_there(config.mask)}; file and alpha are known, too"
+            )
         try:
             self._names = Names(self._classified(_digested(found, digest)))
         except NotADirectoryError:
@@ -229,13 +237,16 @@ class ImageFolder:
                 "beside x.png, or set it to 0"
             )
         log_ignored(key, root, found.ignored)
-        if config.mask == "file" and not found.masks:
-            log.notice(f"{key}.mask is file, and {root} holds no x.mask.png beside x.png: all images count in full")
+        if self._mask == "file" and not found.masks:
+            lacks = f"{root} holds no x.mask.png beside x.png"
+            if isinstance(config.mask, Path):
+                lacks = f"it holds no image with the name of one in {root}"
+            log.notice(f"{key}.mask is {config.mask}, and {lacks}: all images count in full")
         if found.unread:
             log.notice(_unread(key, root, found.unread))
         if found.numbered and config.repeats == 1 and not self._labelled:
             log.notice(_unrepeated(key, root, found.numbered))
-        masks = {"masks": config.mask} if config.mask else {}
+        masks = {"masks": self._mask} if self._mask else {}
         self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest(), **masks}
 
     def __len__(self) -> int:
@@ -340,14 +351,19 @@ class Listing:
         descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short, so the kernel walks less
         try:
             entries = _entries(descriptor, self.ignored)
-            captioned, masked = self._config.caption is None, self._config.mask == "file"
+            captioned, masked = self._config.caption is None, _kind_of_mask(self._config) == "file"
             odd = odd_names(entries)
             own = self._metadata(folder, entries)
             marked_files, masks, references = self._marked(entries)
+            if isinstance(self._config.mask, Path):
+                masks = _masks_within(self._config.mask.absolute() / folder)
+                self.masks += len(masks.keys() & set(map(owner, filter(_is_image, entries))))
             captions_found, caption_names = 0, list[str]()
             for name in sorted(entries):
                 suffix = os.path.splitext(name)[1]
                 if name.endswith("/"):
+                    if isinstance(self._config.mask, Path) and _same(root / folder / name, self._config.mask):
+                        continue
                     if not folder and _REPEATED.fullmatch(name):
                         self.numbered.append(name)
                     yield from self.images(folder + name, own or above)
@@ -361,7 +377,11 @@ class Listing:
                     # The listing shows what is missing. A stat would be a round trip on a network file system.
                     present = entries if captioned else entries & {name, mask}
                     listed = [name, *captions, *([mask] if masked else [])]
-                    files = [_size_and_time(file, descriptor) if file in present else _MISSING for file in listed]
+                    there = [file in present or os.path.isabs(file) for file in listed]  # masks of another folder
+                    files = [
+                        _size_and_time(file, descriptor) if is_there else _MISSING
+                        for file, is_there in zip(listed, there, strict=True)
+                    ]
                     edited = [found.get(owner(name)) or usual_mark(name, mark) for mark, found in references.items()]
                     files += [_size_and_time(each, descriptor) for each in edited]
                     reference = edited if len(edited) > 1 else edited[0] if edited else None
@@ -370,7 +390,7 @@ class Listing:
                     own_mask = mask if masked and mask != usual_mask else None
                     yield folder + name, files, None if captions == usual else captions, row, reference, own_mask
                 elif suffix.lower() in CAPTIONS:
-                    caption_names.append(name)
+                    caption_names += [name] if name != OF_SAMPLES else []
                 elif name not in METADATA:
                     self.ignored[f"{suffix or 'other'} file"[:20]] += 1
             if len(caption_names) > captions_found and reads_captions(self._config):
@@ -403,6 +423,20 @@ class Listing:
         self.masks += len(marked_by[MASK])
         self.references += sum(map(len, references.values()))
         return all_marked, marked_by[MASK], references
+
+
+def _kind_of_mask(config: SourceConfig) -> Literal["file", "alpha"] | None:
+    return "file" if isinstance(config.mask, Path) else config.mask
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.abspath(one) == os.path.abspath(other)
+
+
+def _masks_within(folder: Path) -> dict[str, str]:
+    """The paths of the images in a folder of masks, by the stem of their image."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    return {owner(name): str(folder / name) for name in names if _is_image(name)}
 
 
 def _is_image(name: str) -> bool:

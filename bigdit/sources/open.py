@@ -134,7 +134,7 @@ def check_sources(data: DataConfig, *, listed: bool) -> list[str]:
     kinds, missing, problems = set[SourceKind](), list[str](), list[str]()
     for number, config in enumerate(data.images):
         key, exists = _key(data, number), config.path.exists() or is_pattern(config.path)
-        missing += [] if exists else [f"{key}: {config.path}"]
+        missing += [] if exists else [f"{key}: {config.path} {not_there(config.path)}"]
         if _is_url(config.path) or exists or config.kind is not None:  # else its kind is unknown
             try:
                 kinds.add(_checked_kind(config, data, key))

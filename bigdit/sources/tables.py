@@ -28,11 +28,10 @@ from bigdit.sources.disk import (
     IMAGE_BYTES,
     OF_WINDOWS,
     WINDOWS,
+    check_mounted,
     check_size,
-    holds_files,
     read_file,
     sampled_digest,
-    unreadable,
 )
 from bigdit.sources.image import SUFFIXES, with_references
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
@@ -84,11 +83,7 @@ class ImageFile:
     relative: bool = False
 
     def read(self) -> bytes:
-        """The bytes of the file. Raises Unusable if it is missing.
-
-        Raises UserError if its folder is empty, or if its path is absolute and the folder is missing: a disk may come
-        back.
-        """
+        """The bytes of the file. Raises Unusable if it is missing, and UserError if its disk may be."""
         with self._error_if_missing():
             return read_file(self._on_disk(), IMAGE_BYTES)
 
@@ -114,16 +109,14 @@ class ImageFile:
     def _error_if_missing(self) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError as error:
+        except FileNotFoundError:
             if _URL.search(str(self.path)):
                 raise Unusable("image is a URL, which is not read; download it, and name the file") from None
             if WINDOWS.search(str(self.path)):
                 raise Unusable(f"image is {OF_WINDOWS}") from None
-            no_folder = self.relative and not self.path.parent.is_dir()
-            if no_folder or holds_files(self.path.parent):
-                hint = "; its path is relative to the table" if self.relative else ""
-                raise Unusable(f"image {self.path.name} is missing{hint}") from None
-            raise unreadable(self.path, error) from None
+            check_mounted(self.path)
+            hint = "; its path is relative to the table" if self.relative else ""
+            raise Unusable(f"image {self.path.name} is missing{hint}") from None
         except ValueError:
             raise Unusable("path with a zero byte") from None
 

@@ -61,7 +61,7 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
             return [*_outdated(data), *_lengths(data)]
         if stored or elsewhere:
             return []
-        lines = [f"{', '.join(missing)} is not there, and {data.features} holds no latents: neither was checked"]
+        lines = [f"{data.features} holds no latents, and no source was checked: {'; '.join(missing)}"]
         needed = [f"missing, and `bigdit extract` needs it to fill {data.features}: {', '.join(absent)}"]
         return [*(lines if missing else []), *(needed if absent else [])]
 

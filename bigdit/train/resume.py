@@ -185,7 +185,7 @@ def _known(stage: Prepared) -> Iterator[str]:
     run, plan, batch = stage.run, stage.plan, stage.strategy.global_batch_size
     data, train = run.data, run.train
     if data.features is None or has_store(data):
-        yield f"{samples_of(run):,} {data.samples}"
+        yield how_many(samples_of(run), data.samples.removesuffix("s"))
     else:
         yield f"features in {data.features}" if url_of(data.features) else "no features yet (`bigdit extract`)"
     yield how_many(len(data.all_buckets), "bucket")

@@ -48,8 +48,15 @@ def test_each_option_is_one_of_a_command():
          "data.images.repeats? (of each source"),
         ("data.images=[{path: a, image_dir: a}]", "data.images.0.image_dir: unknown key; did you mean path? (a folder"),
         ("train.xformers=true", "train.xformers: unknown key; a run has none: attention is torch's own"),
+        ("train.noise_offset=0.1", "train.noise_offset: unknown key; a run has none: noise has no offset"),
+        ("train.clip_skip=2", "train.clip_skip: unknown key; a run has none: the layer of a text encoder is that of"),
+        ("data.validation_split=0.1", "data.validation_split: unknown key; did you mean validation? ({samples: 256"),
+        ("strategy.lora.dim=16", "strategy.lora.dim: unknown key; did you mean strategy.lora.rank?"),
+        ("data.images=[{path: a, class_tokens: sks}]", "data.images.0.class_tokens: unknown key; did you mean "
+         "data.images.caption? (one"),
         ("strategy.precision=no", "strategy.precision is false, which is unknown; did you mean fp32?"),
         ("data.buckets=512", "data.buckets: it is a list of sizes, such as [[512, 512]]; 512 was found"),
+        ("data.buckets=[512x768]", "data.buckets: it is a list of sizes, such as [[512, 768]]"),
         ("data.buckets=[512, 768]", "data.buckets: it is a list of sizes, such as [[512, 768]]"),
         ("network={linear: 16}", "network: unknown key; did you mean strategy.lora? ({rank: 16, alpha: 16})"),
         ("strategy.engine=DDP", "strategy.engine is 'DDP', which is unknown; did you mean ddp?"),
@@ -145,6 +152,7 @@ def test_a_strategy_is_answered_by_its_own_keys():
         (("plan", "--train_batch_size", "4"), "--train_batch_size; did you mean --micro-batch? "),
         (("train", "--learning-rate", "1e-4"), "--learning-rate; did you mean --set strategy.optimizer.lr=…?"),
         (("export", "--network-dim", "16"), "--network-dim; did you mean strategy.lora.rank in a run's YAML?"),
+        (("train", "my/run.yaml"), "missing option '--config'; did you mean --config my/run.yaml? (`bigdit train"),
         (("plan", "--micro-batsh", "4"), "--micro-batsh (Possible options: --micro-batch"),
     ],
 )

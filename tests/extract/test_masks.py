@@ -1,6 +1,7 @@
 """Masks beside images, and opacity as a mask: from their pixels to the loss's weight."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -111,6 +112,40 @@ def test_masks_are_found_by_any_name_of_an_image_and_are_none_themselves(tmp_pat
     assert printed == []
     _, printed = masks()  # there is no image z, so it is one itself
     assert printed == ["z.mask.png", f"data.images: other files in {tmp_path} are ignored: 3 masks"]
+
+
+def test_masks_of_another_folder_have_the_paths_of_their_images(tmp_path, capsys, monkeypatch):
+    """Also where that folder is within the images'. A changed mask is found as one beside its image is."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jpg", "below/b.png", "c.png"):
+        save(tmp_path / "images" / name, "a caption")
+    for folder in ("masks", "images/masks"):
+        (tmp_path / folder / "below").mkdir(parents=True)
+        for name, value in (("a.png", 10), ("below/b.webp", 20), ("z.png", 40)):
+            Image.new("L", (8, 8), value).save(tmp_path / folder / name, lossless=True)
+    within = opened({"path": "images", "mask": "images/masks"}).items(0, 9)
+    assert [item.name for item in within] == ["a.jpg", "below/b.png", "c.png"]
+    assert within[0].load().mask.getpixel((0, 0)) == 10
+    shutil.rmtree("images/masks")
+    identity = opened({"path": "images", "mask": "masks"}).identity
+    for folder in ("masks/", f"{tmp_path}/masks"):
+        found = opened({"path": "images", "mask": folder})
+        masks = [item.load().mask for item in found.items(0, 9)]
+        assert [None if mask is None else mask.getpixel((0, 0)) for mask in masks] == [10, 20, None]
+        assert found.identity == identity
+    assert capsys.readouterr().err == ""
+    half(10, 20).save("masks/a.png")
+    changed = opened({"path": "images", "mask": "masks"})
+    assert changed.identity != identity
+    assert reason(changed.items(0, 1)[0]) == "mask of 128 × 128 pixels for an image of 8 × 8 pixels"
+    (tmp_path / "none").mkdir()
+    opened({"path": "images", "mask": "none"})
+    line = "data.images.mask is none, and it holds no image with the name of one in images: all images count in full\n"
+    assert capsys.readouterr().err == line
+    with pytest.raises(
+        UserError, match=r"^data\.images\.mask: the folder mask does not exist .*; did you mean masks\?"
+    ):
+        opened({"path": "images", "mask": "mask"})
 
 
 @pytest.mark.parametrize("end", ["_mask", "-masklabel", "_Mask"])

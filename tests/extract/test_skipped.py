@@ -44,6 +44,19 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     assert "2 skipped:\n  b.png: damaged image" in again.stdout
 
 
+def test_a_mended_file_of_a_table_is_found_by_its_content(tmp_path):
+    (tmp_path / "list.csv").write_text("image,caption\na.png,a\nb.png,b\n")
+    save(tmp_path / "a.png")
+    asked = tmp_path / "list.csv", tmp_path / "f"
+    assert "a table names" not in command(*asked).stdout
+    save(tmp_path / "b.png")
+    done = command(*asked)
+    assert f"{tmp_path}/f: 1 of 2 images encoded" in done.stdout
+    assert done.stdout.endswith("and that a table names, are found by `bigdit extract --by-content`\n")
+    done = command(*asked, "--by-content")
+    assert f"{tmp_path}/f: 2 of 2 images encoded" in done.stdout
+
+
 def test_captions_are_measured_over_parts_and_reported_wherever_a_store_is_shown(tmp_path):
     """Each caption of an image counts, and one that two images share counts twice."""
     captions = {"a": ["a cat", "x" * 50, "y" * 20], "b": ["x" * 50], "c": ["z" * 15], "d": ["z" * 16]}

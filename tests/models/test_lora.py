@@ -249,6 +249,8 @@ def test_other_adapters_start_from_these_elsewhere(tmp_path, features, trained, 
             f"model.lora_from={found.folder}",
             "strategy.lora.targets=[to_k]",
         )
+    with pytest.raises(UserError, match=rf"it holds no pytorch\S+; name a checkpoint of it, such as {found.folder}$"):
+        run_to(2, tmp_path / "other", features, *settings, f"model.lora_from={tmp_path / 'run'}")
     (tmp_path / "model.gguf").touch()
     what = r"model.lora_from: .*: model.gguf is a GGUF file, .* take the .safetensors of it"
     with pytest.raises(UserError, match=what):

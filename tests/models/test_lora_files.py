@@ -95,6 +95,8 @@ def test_kohyas_names_and_alpha_are_read():
         ("lora_transformer_transformer_blocks_0_attn_{}", "lora_down.weight", "lora_up.weight"),
         ("lycoris_transformer_blocks_0_attn_{}", "lora_down.weight", "lora_up.weight"),
         ("diffusion_model.transformer_blocks.0.attn.{}", "lora_A.weight", "lora_B.weight"),  # ai-toolkit
+        ("transformer.base_model.model.transformer_blocks.0.attn.{}", "lora_A.weight", "lora_B.weight"),  # SimpleTuner
+        ("lora_unet_transformer_blocks_0_attn_{}_", "lora_down.weight", "lora_up.weight"),
         ("base_model.model.transformer_blocks.0.attn.{}", "lora_A.default.weight", "lora_B.default.weight"),
     ],
 )
@@ -207,6 +209,7 @@ PAIR = {f"{ONE}.lora_A.weight": torch.ones(2, 16), f"{ONE}.lora_B.weight": torch
         (PAIR | {f"{ONE}.lora_A.weight": torch.ones(3, 16)}, {}, r"has \[3, 16\] and \[16, 2\], which do not multiply"),
         (PAIR | {f"{ONE}.lora_A.weight": torch.ones(3)}, {}, r"has \[3\] and \[16, 2\], which do not multiply"),
         (PAIR | {f"{ONE}.lokr_w1": torch.ones(2)}, {}, rf"its tensor {ONE}.lokr_w1 is of LoKr, .*; merge it into"),
+        (PAIR | {"x_embedder.bias": torch.ones(2)}, {}, "its tensor x_embedder.bias is of no LoRA; whole weights a"),
         (PAIR | {f"{ONE}.dora_scale": torch.ones(16, 1)}, {}, f"{ONE} has a dora_scale, which depends on the weights"),
         (PAIR, {"dora": True}, "it has no magnitudes; set strategy.lora.dora to false"),
         (PAIR | {f"{ONE}.lora_magnitude_vector": torch.ones(16)}, {}, r"it has magnitudes \(DoRA\); set strategy"),

@@ -174,3 +174,10 @@ def test_a_file_of_something_else_is_said_so(tmp_path, name, more, what):
     save_file({"some.weight": torch.ones(2)} | more, tmp_path / "some.safetensors")
     with pytest.raises(UserError, match=what):
         loaded(tmp_path / "some.safetensors", spec_of(name))
+
+
+def test_a_file_that_lacks_some_of_the_models_own_tensors_says_how_many(tmp_path):
+    whole = models.build(spec_of("flux"), device="cpu", dtype=torch.float32, seed=0).state_dict()
+    save_file(dict([*whole.items()][1:]), tmp_path / "some.safetensors")
+    with pytest.raises(UserError, match="weights of another FluxTransformer2DModel: 1 tensor missing and 0 unexpected"):
+        loaded(tmp_path / "some.safetensors", spec_of("flux"))

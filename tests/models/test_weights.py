@@ -98,6 +98,9 @@ def test_a_folder_that_lacks_tensors_or_has_more_is_of_another_model(tmp_path):
     save_file(tensors | {"more": torch.zeros(1), "and more": torch.zeros(1)}, tmp_path / FILE)
     with pytest.raises(UserError, match="of another SD3Transformer2DModel: 1 tensor missing and 2 unexpected"):
         models.load(SPEC, tmp_path, dtype=torch.float32)
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
+    with pytest.raises(UserError, match="weights of AutoencoderKL, not of SD3Transformer2DModel: 1 tensor missing and"):
+        models.load(SPEC, tmp_path, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

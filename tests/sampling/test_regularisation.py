@@ -43,6 +43,7 @@ def test_the_base_of_a_run_makes_a_folder_that_is_a_source(base, trained, tmp_pa
     done = in_process("extract", "--config", DIGITS, *with_set(settings))
     assert done.returncode == 0, done.stderr
     assert f"{tmp_path}/f: 5 of 5 images encoded" in done.stdout
+    assert "samples.json" not in done.stderr
     more = [*settings, *base, *LORA, "train.steps=3", "strategy.micro_batch_size=2", "strategy.global_batch_size=2"]
     assert run(tmp_path / "f", tmp_path / "run", *more) == 0
     assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 3

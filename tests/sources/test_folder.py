@@ -240,7 +240,7 @@ def test_damaged_and_vanished_images_are_unusable_and_an_empty_folder_is_an_erro
     with pytest.raises(Unusable, match=r"^a\.png is missing$"):  # the caption is there, and so is its disk
         item.read()
     (tmp_path / "a.txt").rename(tmp_path.parent / "moved.txt")
-    with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"data\.images: .*a\.png is missing, and .* is empty: mount its disk, or"):
         bare.load()
 
 

@@ -62,7 +62,7 @@ def test_what_is_known_before_extraction_writes_nothing(tmp_path):
     one, empty, tars, none = (str(tmp_path / name) for name in ("one", "empty", "*.tar", "none"))
     assert checked(one, tars) == []
     assert not (tmp_path / "features").exists()
-    assert checked(one, empty, none) == [f"data.images[2]: {none}"]
+    assert checked(one, empty, none) == [f"data.images[2]: {none} does not exist; did you mean {one}?"]
     assert checked(empty, listed=False) == []
     with pytest.raises(UserError, match="holds no images"):
         checked(one, empty)

@@ -40,13 +40,19 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
     status, printed, message = dry_run(capsys, "data.images=/nowhere", "data.features=/none")
     assert (status, message) == (
         0,
-        "note: data.images: /nowhere is not there, and /none holds no latents: neither was checked\n",
+        "note: /none holds no latents, and no source was checked: data.images: /nowhere does not exist\n",
     )
     found = json.loads(printed)
     assert found["strategy"]["micro_batch_size"] == 16
     config = tmp_path / "run.yaml"
     config.write_text(printed)
     assert json.loads(dry_run(capsys, config=config)[1]) == found  # it is a run's YAML itself
+
+
+def test_a_path_that_no_shell_expanded_is_named(capsys):
+    message = dry_run(capsys, "data.images=~/pics", "data.features=/none")[2]
+    assert message.startswith("note: /none holds no latents, and no source was checked: data.images: ~/pics does not ")
+    assert "~ stands for no folder here; write /" in message
 
 
 @pytest.mark.parametrize("images", ["/nowhere", ["/nowhere"], {"path": "/nowhere"}, [{"path": "/nowhere"}]])
@@ -227,7 +233,7 @@ def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path)
     config.write_text(yaml.safe_dump(document))
     write_header(model_spec(load_run(config).model), tmp_path)
     status, _, message = dry_run(capsys, config=config)
-    assert (status, message.count("note: data.images: "), message.count("\n")) == (
+    assert (status, message.count("no source was checked: data.images: "), message.count("\n")) == (
         0,
         1,
         2,
