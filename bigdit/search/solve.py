@@ -336,18 +336,16 @@ MUCH_FASTER = 1.3
 
 
 def _over_quantised(planner: Planner, best: Estimate) -> Estimate | None:
-    """The best over a quantised base that fits, recorded, where it is MUCH_FASTER than all lossless ones; else None.
+    """The best over a quantised base that fits, recorded, where it is MUCH_FASTER than the lossless `best`; else None.
 
     int8 has a tenth of nf4's error: it is chosen where it is as fast.
     """
     if not best.lossless or not best.strategy.frozen:
         return None
-    every = [each for option in planner.options.values() for each in planner.fitting(option)]
-    least = MUCH_FASTER * max(map(rate, [best, *(each for each in every if each.lossless)]))
-    found = [each for each in every if not each.lossless and rate(each) > least]
+    found = [each for each in _ranked(planner) if not each.lossless and rate(each) > MUCH_FASTER * rate(best)]
     fast = [each for each in found if as_fast_as(each, max(found, key=rate))]
     exact = [each for each in fast if each.strategy.base == "int8"] or fast
-    ran = best_that_runs(planner, [planner.options[each.option] for each in exact], least)
+    ran = best_that_runs(planner, [planner.options[each.option] for each in exact])
     if ran is None or ran.verdict != "FITS":
         return None
     planner.passed_over = best
@@ -427,13 +425,12 @@ def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
     selective(planner, [each for each in alike if not each.strategy.blocks_to_swap])
 
 
-def _ranked(planner: Planner, options: Sequence[Option] | None = None, least: float = 0) -> list[Estimate]:
-    """The best estimate above the `least` rate of each option in which one fits, best first; then each second best."""
+def _ranked(planner: Planner, options: Sequence[Option] | None = None) -> list[Estimate]:
+    """The best estimate of each option in which something fits, best first; then the second best of each."""
     every = planner.options.values() if options is None else options
     best: dict[str, Estimate] = {}
     second: dict[str, Estimate] = {}
-    fitting = (each for option in every for each in planner.fitting(option))
-    for each in planner.preferred(each for each in fitting if rate(each) > least):
+    for each in planner.preferred(each for option in every for each in planner.fitting(option)):
         (second if each.option in best else best).setdefault(each.option, each)
     return [*best.values(), *second.values()]
 
@@ -483,9 +480,9 @@ MOST_RUN = 10
 """Most estimates that run on the way to the best."""
 
 
-def best_that_runs(planner: Planner, options: Sequence[Option], least: float = 0) -> Estimate | None:
-    """The best estimate of these options above the `least` rate that fits when it runs, recorded; else the best TIGHT
-    one; else None. What is over a quantised base may take its place.
+def best_that_runs(planner: Planner, options: Sequence[Option]) -> Estimate | None:
+    """The best estimate of these options that fits when it runs, recorded; else the best TIGHT one; else None. What is
+    over a quantised base may take its place.
 
     Predictions give the order, and each run corrects them. While an estimate is recorded, its largest micro-batches are
     searched.
@@ -501,7 +498,7 @@ def best_that_runs(planner: Planner, options: Sequence[Option], least: float = 0
 
     pool = ThreadPoolExecutor()
     while True:
-        order = [each for each in _ranked(planner, options, least) if each.title not in refused]
+        order = [each for each in _ranked(planner, options) if each.title not in refused]
         if order and order[0].title not in ran and len(ran) < MOST_RUN:
             pair = _next_to_run(planner, order)[: planner.gpus.count]
             ran |= zip((each.title for each in pair), planner.run(pair), strict=True)
