@@ -178,8 +178,10 @@ def _read(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel, own: Vae | Non
 
 
 def _check_transformer(path: Path, folder: Path | None) -> None:
-    """Raise UserError for the folder of a pipeline with a U-Net."""
+    """Raise UserError for the folder of a pipeline with a U-Net, or with inputs that are not supported."""
     index = {} if folder is None else index_of(folder)
+    if "transformer" in index and (why := refusal("model", str(index.get("_class_name")))):
+        raise UserError(f"{path} is a {index.get('_class_name')}{why}")
     if "transformer" not in index and "unet" in index:
         kind = index["unet"][-1] if isinstance(index["unet"], list) else "UNet2DConditionModel"
         why = refusal("model", str(index.get("_class_name"))) or refusal("model", str(kind))

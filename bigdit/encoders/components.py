@@ -20,6 +20,7 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
+from bigdit.catalog.names import refusal
 from bigdit.config.data import EncodersConfig, TextEncoderConfig, VaeCodec
 from bigdit.documents import read_json, weight_files
 from bigdit.encoders.folder import check_files, load_from, read_config, weights_sample
@@ -76,10 +77,8 @@ def load_text_pipeline(
     classes only from transformers. Raises UserError if a part is missing or incomplete, or the pipeline is not in
     RECIPES.
     """
-    index = read_index(KEY, folder)
+    index = _supported(folder)
     class_name = index["_class_name"]
-    if class_name not in RECIPES:
-        raise UserError(f"{KEY}: {folder} holds a {class_name}, which is not supported; {nearest(class_name, RECIPES)}")
     pipeline = getattr(diffusers, class_name)
     parts = {name: entry for name, entry in index.items() if is_text(name) and isinstance(entry, list) and any(entry)}
     encoders = [name for name in parts if not name.startswith("tokenizer")]
@@ -148,6 +147,16 @@ def is_text(name: str) -> bool:
     return _TEXT.fullmatch(name) is not None
 
 
+def _supported(folder: Path) -> dict[str, Any]:
+    """The index of a pipeline's folder. Raises UserError if its captions are not encoded here."""
+    index = read_index(KEY, folder)
+    name = index["_class_name"]
+    if name not in RECIPES:
+        why = refusal("model", name) or f", which is not supported; {nearest(name, RECIPES)}"
+        raise UserError(f"{KEY}: {folder} holds a {name}{why}")
+    return index
+
+
 def _check_all(folder: Path, class_name: str, names: Sequence[str], loaded: Mapping[str, Any]) -> None:
     """Raise UserError if a pipeline with several texts lacks a part. Other pipelines may lack parts."""
     recipe = RECIPES[class_name]
@@ -168,7 +177,7 @@ def lacking(encoders: EncodersConfig) -> list[str]:
         found += [f"encoders.image.path {path}" for path in _missing(image.path)]
     if text is None or text.pipeline is None or not text.pipeline.is_dir():
         return found
-    index = read_index(KEY, text.pipeline)
+    index = _supported(text.pipeline)
     parts = [name for name, entry in index.items() if is_text(name) and isinstance(entry, list) and any(entry)]
     for name in parts or ["text_encoder", "tokenizer"]:
         folder, weights = text.pipeline / name, name not in text.files

@@ -300,11 +300,13 @@ def numerics(plan: Plan) -> str:
     if plan.chosen.lossless or (fixed.optimizer, fixed.precision, fixed.lora_base) != (None, None, None):
         return ""
     if base is not None:
-        others = [row.samples_per_second_per_gpu.middle for row in plan.front if row.lossless and row.verdict == "FITS"]
+        fits = [row for row in plan.front if row.verdict == "FITS"]
+        others = [row.samples_per_second_per_gpu.middle for row in fits if row.lossless]
         if not others:
             return f" over a base quantised to {base}, since nothing lossless fits"
-        times = plan.chosen.samples_per_second_per_gpu.middle / max(others)
-        return f" over a base quantised to {base}, {times:.2f} times as fast as over bf16, which is lossless"
+        alike = [row.samples_per_second_per_gpu.middle for row in (*fits, plan.chosen) if row.strategy.base == base]
+        times = max(alike) / max(others)
+        return f" over a base quantised to {base}, up to {times:.2f} times as fast as over bf16, which is lossless"
     memory = f"{gib(plan.request.host_memory_bytes)} of {'assumed ' * plan.request.host_assumed}CPU memory"
     return f" with a lossy optimizer: nothing lossless fits with {memory} (--host-memory)"
 

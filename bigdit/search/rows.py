@@ -37,14 +37,13 @@ def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
     shown += _thinned(others, room - len(shown))
     if alike and (fastest := _fastest_first(alike)[0]) not in shown and rate(fastest) > rate(known):
         shown.append(fastest)
-    bases = {each.strategy.base for each in (*shown, known)}
+    beside = [] if planner.passed_over is None else [planner.passed_over]
+    bases = {each.strategy.base for each in (*shown, *beside, known)}
     # nf4 takes less than int8 and is as fast, so no front has an int8 base, although its error is a tenth.
     fastest_of = {each.strategy.base: each for each in reversed(_fastest_first(every))}
     shown += [each for base, each in fastest_of.items() if base not in bases]
     ran = [each for each in planner.run(_fastest_first(shown)) if each is not None and each.verdict != "DOES NOT FIT"]
-    replaced = planner.passed_over
-    more = [each for each in ran if replaced is None or each.title != replaced.title]
-    rows = [*([] if replaced is None else [replaced]), *more, known]
+    rows = [*beside, *(each for each in ran if all(each.title != other.title for other in beside)), known]
     rows.sort(key=lambda row: (row.lossless != known.lossless, -rate(row)))
     reasons = [recommended(row, rows) if row is known else _reason(row, known) for row in rows]
     return tuple(row.model_copy(update={"reason": why}) for row, why in zip(rows, reasons, strict=True))

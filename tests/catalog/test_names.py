@@ -11,6 +11,7 @@ from bigdit.catalog import FAMILIES, find_model, model, resolve_gpu
 from bigdit.catalog.gpus import gpus
 from bigdit.catalog.models import models, repositories
 from bigdit.catalog.names import SUGGESTED, load_json, refusal, refusals
+from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
 
 FOUND = {
@@ -149,7 +150,7 @@ REASONS = {
         ("stepfun-ai/stepvideo-t2v", "step-video", "omnigen2", "hunyuan-image-3", "infinity", "var"),
         (find_model, "diffusers has no class for it", ""),
     ),
-    **dict.fromkeys(("flux3", "qwen-image-2.1", "cosmos", "omnigen"), (find_model, "no adapter for its class yet", "")),
+    **dict.fromkeys(("flux3", "qwen-image-2.1", "cosmos"), (find_model, "no adapter for its class yet", "")),
     **dict.fromkeys(
         ("llama-3-8b", "gpt2", "qwen2.5-7b", "mistral-7b"),
         (find_model, "it is a language model, and bigdit plans diffusion transformers", ""),
@@ -170,7 +171,11 @@ REASONS = {
         ("kandinskylab/Kandinsky-5.0-T2V-Lite-sft-10s-Diffusers", "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers"),
         (find_model, "those of 10 seconds attend to blocks that depend on values", "kandinsky-5-t2v-lite"),
     ),
-    "kandinsky6": (find_model, "bigdit has no adapter for its class yet", ""),
+    "kandinsky6": (find_model, "its tokens are of video and of sound", "kandinsky-5-t2v-lite"),
+    "omnigen": (find_model, "it reads captions and images itself", "qwen-image-edit-plus"),
+    "stable-audio-3": (find_model, "it makes sound", ""),
+    "Wan-AI/Wan2.2-Animate-14B": (find_model, "faces, poses or cameras", "wan2.2-ti2v-5b"),
+    "decart-ai/Lucy-Edit-Dev": (find_model, "a video to edit, in further channels", "wan2.2-ti2v-5b"),
     "rhymes-ai/Allegro": (find_model, "encodes only tiles", "cogvideox-2b"),
     "maxin-cn/Latte-1": (find_model, "its VAE encodes images, not videos", "cogvideox-2b"),
     "midjourney": (find_model, "its weights and its arguments are not published", ""),
@@ -220,22 +225,33 @@ def test_refusals_take_nothing_away_and_name_what_there_is(kind, known):
             assert not [each.title for each in known if re.search(refused.asked, each.name)]
 
 
-OF_OTHER_THINGS = {"PriorTransformer", "T5FilmDecoder", "Transformer2DModel", "TransformerTemporalModel"} | {
-    "RFD4ProteinaTransformer"  # of proteins
-}
-"""Parts of U-Net pipelines, and models that make neither images nor videos nor sound."""
+DIFFUSERS = Path(find_spec("diffusers").origin).parent
 
 
 def test_every_transformer_of_diffusers_is_driven_or_refused_as_one_without_adapter():
-    files = Path(find_spec("diffusers").origin).parent.glob("models/transformers/*.py")
+    files = DIFFUSERS.glob("models/transformers/*.py")
     defined = [
         found for file in files for found in re.findall(r"^class (\w+)\(([^)]*)", file.read_text(), re.MULTILINE)
     ]
     classes = {name for name, bases in defined if "ModelMixin" in bases}
     assert len(classes) > 70
-    silent = {name for name in classes - FAMILIES.keys() if "no adapter for its class" not in refusal("model", name)}
-    assert silent == OF_OTHER_THINGS
+    assert all("no adapter for its class" in refusal("model", name) for name in classes - FAMILIES.keys())
     assert not [name for name in FAMILIES if refusal("model", name)]
+
+
+OTHERS = {"DiTPipeline", "PRXPixelPipeline"}
+"""One has no captions, and one has no VAE."""
+
+
+def test_every_pipeline_of_a_driven_transformer_is_read_or_refused_with_the_reason():
+    found = set()
+    for file in DIFFUSERS.glob("pipelines/**/*.py"):
+        for own in re.split(r"^class ", file.read_text(), flags=re.MULTILINE)[1:]:
+            driven = set(re.findall(r"^        transformer: (\w+)", own, re.MULTILINE)) & FAMILIES.keys()
+            found |= set(re.findall(r"^\w+Pipeline\b", own)) if driven else set()
+    assert len(found) > 80
+    assert {name for name in found - RECIPES.keys() if not refusal("model", name)} == OTHERS
+    assert not [name for name in RECIPES if refusal("model", name)]
 
 
 def test_no_two_names_differ_by_their_hyphens_alone():

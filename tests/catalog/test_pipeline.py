@@ -109,3 +109,15 @@ def test_the_folder_of_an_edit_pipeline_has_references(tmp_path):
     assert find_model(str(folder)).references == 0
     changed(folder / "model_index.json", _class_name="FluxKontextPipeline")
     assert batch_shape(find_model(str(folder))) == batch_shape(model("flux.1-kontext-dev"))
+
+
+def test_the_folder_of_a_pipeline_with_other_inputs_is_refused_with_the_reason(tmp_path):
+    """Their transformers are of the class that makes images from text."""
+    folder = pipeline_folder(tmp_path / "mine", "Qwen/Qwen-Image")
+    for name, why in (
+        ("QwenImageLayeredPipeline", "its input also has images, which bigdit does not support"),
+        ("QwenImageEditInpaintPipeline", "it has the weights of another pipeline, and trains none"),
+    ):
+        changed(folder / "model_index.json", _class_name=name)
+        with pytest.raises(UserError, match=f"mine is a {name}: {why}"):
+            find_model(str(folder))

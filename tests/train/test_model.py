@@ -73,6 +73,14 @@ def test_encoders_that_are_missing_are_named(capsys):
     assert "note: missing, and `bigdit extract` needs it to fill /none: encoders.text.path /t5\n" in message
 
 
+def test_a_pipeline_whose_captions_are_not_encoded_is_refused_before_extraction(capsys, tmp_path):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "LongCatImageEditPipeline"}')
+    text = json.dumps({"pipeline": str(tmp_path)})
+    status, _, message = dry_run(capsys, "data.features=/none", f"encoders.text={text}")
+    why = "holds a LongCatImageEditPipeline: its input also has images, which bigdit does not support"
+    assert (status, f"error: encoders.text.pipeline: {tmp_path} {why}" in message) == (1, True)
+
+
 def test_files_that_the_folders_of_encoders_lack_are_named(capsys, tmp_path):
     def missing(**files):
         text = {"pipeline": str(tmp_path), "files": files}
