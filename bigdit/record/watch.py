@@ -118,8 +118,9 @@ class Watch:
     def _mark_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """Mark gradients that are freed within the step: those of fp32 masters, or of one parameter in the backward
         pass."""
-        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        self._recorder.mark((parameter.grad for parameter in stepped), "gradient")
+        # An optimizer may step hundreds of times, for one parameter each: look at those without gradient quickly.
+        stepped = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._recorder.mark(stepped, "gradient")
 
 
 def _kept_with(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
