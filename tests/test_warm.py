@@ -151,3 +151,18 @@ def test_clones_see_gpus_of_their_own():
     for gpu, name, gpus in (("a40", "NVIDIA A40", 2), ("h100-sxm", "NVIDIA H100 80GB HBM3", 1)):
         found = answers(gpu, f"{asks}\n{tells}", gpus, PYTORCH_ALLOC_CONF=f"expandable_segments:{gpus == 2}")
         assert found == [name, catalog.resolve_gpu(gpu).multiprocessors, gpus, gpus == 2, True]
+
+
+ATTEMPTS = """
+import subprocess, sys
+from bigdit import catalog
+from bigdit.profile.gpus import worker_environment
+asks = "from sys import modules; print(str('deepspeed' in modules).lower())"
+subprocess.run([sys.executable, "-c", asks], env=worker_environment(catalog.resolve_gpu("a40")), check=True)
+"""
+
+
+@pytest.mark.slow
+def test_attempts_that_a_clone_with_gpus_makes_start_warm():
+    """As `bigdit bench step` does on a GPU. It names another program to build the GPU's libraries."""
+    assert answers("a40", ATTEMPTS) is True

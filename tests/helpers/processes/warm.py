@@ -51,7 +51,9 @@ READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "BIGDIT_EMULATED_")
 LIBRARIES_OF_GPUS = "BIGDIT_EMULATED_CACHE"
 """Of those, the folder of the loaded libraries. Paths to the same folder are equal."""
 READ_LATER = ("BIGDIT_EMULATED_GPU", "BIGDIT_EMULATED_PEERS", "BIGDIT_EMULATED_VALUES", "HF_HUB_OFFLINE")
-"""Of those, variables that the emulated GPU's libraries read at their first call. A clone reads them again."""
+READ_LATER += ("BIGDIT_EMULATED_BUILDER",)
+"""Of those, variables that the emulated GPU's libraries read at their first call: a clone reads them again. Or that
+build these libraries, which a clone has loaded."""
 SET_BY_BIGDIT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Of those, variables that bigdit/libraries.py sets where nobody has. A seed has them; its process may get them
 later."""
