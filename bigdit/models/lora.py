@@ -7,7 +7,7 @@ quantisation).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -37,7 +37,7 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
     targets = _targets(model, family, spec)
     for rule in spec.ranks:
         if not any(fits(name, rule) for name in targets):
-            raise UserError(f"strategy.lora.ranks: no adapted layer's name fits {rule!r}; {nearest(rule, targets)}")
+            raise UserError(f"strategy.lora.ranks: no adapted layer's name ends in {rule!r}; {_hint(rule, targets)}")
     model.requires_grad_(False)
     if spec.base != "bf16":
         quantise(family.blocks(model), spec.base)
@@ -108,10 +108,15 @@ def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:
     known = {name.rpartition(".")[2] for name in linears}
     for target in spec.targets:
         if not any(fits(name, target) for name in linears):
-            raise UserError(
-                f"strategy.lora.targets: no linear layer's name ends in {target!r}; {nearest(target, known)}"
-            )
+            hint = _hint(target, linears, known)
+            raise UserError(f"strategy.lora.targets: no linear layer's name ends in {target!r}; {hint}")
     return [name for name in linears if any(fits(name, target) for target in spec.targets)]
+
+
+def _hint(rule: str, layers: Sequence[str], known: Collection[str] = ()) -> str:
+    """A pattern, if layers have the rule within their names; else the nearest of the `known` names, or of all."""
+    within = f"*.{rule}.*"
+    return f"did you mean {within!r}?" if any(fits(each, within) for each in layers) else nearest(rule, known or layers)
 
 
 def _is_of_attention(name: str) -> bool:

@@ -155,3 +155,6 @@ def test_layers_and_ranks_are_chosen_by_rules():
     for settings, key in (({"targets": ("*.to_w",)}, "targets"), ({"ranks": {"ff.net.0": 2}}, "ranks")):
         with pytest.raises(UserError, match=re.escape(f"lora.{key}: no ")):
             equipped(Strategy(lora=LoraSpec(**settings)))
+    for settings in ({"targets": ("attn1",)}, {"ranks": {"attn1": 2}}):
+        with pytest.raises(UserError, match=re.escape("ends in 'attn1'; did you mean '*.attn1.*'?")):
+            equipped(Strategy(lora=LoraSpec(**settings)))
