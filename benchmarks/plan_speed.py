@@ -133,5 +133,5 @@ def _processors() -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wanted", nargs="?", default="", metavar="PART OF A QUESTION")
+    parser.add_argument("wanted", nargs="?", default="", metavar="PART OF A REQUEST")
     sys.exit(main(parser.parse_args().wanted))
