@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from bigdit.engines.protocol import Engine
+from bigdit.optim.factored import local
 from bigdit.strategy import EmaSpec
 from bigdit.units import MIB
 
@@ -138,7 +138,7 @@ class Ema:
 
     @torch.no_grad()
     def _weights(self) -> list[torch.Tensor]:
-        return [m.to_local() if isinstance(m, DTensor) else m.detach() for m in self._engine.masters]
+        return [local(master).detach() for master in self._engine.masters]
 
 
 def _update(pairs: Sequence[_Pair], shares: Sequence[float]) -> None:

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bigdit import optim
 from bigdit.engines.ema import Ema
 from bigdit.engines.protocol import Engine, Shard
+from bigdit.optim.factored import local
 
 LOCAL = "local."
 GROUP = "group."
@@ -79,12 +79,12 @@ def _state(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, An
     """(saved name, value, shard) of masters, EMA and optimizer state. Numbers and local parts have no shard."""
     for shard in engine.shards():
         master = engine.masters[shard.master]
-        yield f"master.{shard.name}", _local(master), shard
+        yield f"master.{shard.name}", local(master), shard
         for i, averages in enumerate([] if ema is None else ema.every):
             yield f"{ema_kind(i)}.{shard.name}", averages[shard.master], shard
         for key, value in engine.optimizer.state.get(master, {}).items():
             if _is_elementwise(value, master):
-                yield f"state.{key}.{shard.name}", _local(value), shard
+                yield f"state.{key}.{shard.name}", local(value), shard
             elif _is_number(value):
                 yield f"state.{key}.{shard.name}", value, None
     for i, master in enumerate(engine.masters):
@@ -152,20 +152,16 @@ def _is_elementwise(value: Any, master: torch.Tensor) -> bool:
     of steps is a number, even if this process has one element of the master."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return False
-    value = _local(value)
-    alike = value.numel() == _local(master).numel()  # Prodigy flattens some
+    value = local(value)
+    alike = value.numel() == local(master).numel()  # Prodigy flattens some
     return alike and value.is_floating_point() and not is_traceable_wrapper_subclass(value)
 
 
 def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The plain tensors in a tensor's local part: torchao's quantised ones have codes, scales and a map."""
-    tensor = _local(tensor)
+    tensor = local(tensor)
     if is_traceable_wrapper_subclass(tensor):
         for part in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from parts(f"{name}.{part}", getattr(tensor, part))
     else:
         yield name, tensor
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
