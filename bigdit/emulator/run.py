@@ -76,7 +76,9 @@ def run_emulated(
     path = f"{_programs(folder)}{os.pathsep}{environments[0].get('PATH', os.environ.get('PATH', os.defpath))}"
     program = shutil.which(command[0], path=path)
     if program is None:
-        raise UserError(f"the command {command[0]!r} was not found; give it after --, as in a shell")
+        script = command[0].endswith(".py") and os.path.exists(command[0])
+        fix = f"it is a script: -- python {command[0]}" if script else "give it after --, as in a shell"
+        raise UserError(f"the command {command[0]!r} was not found; {fix}")
     accounts = Path(tempfile.mkdtemp(prefix="accounts-", dir=folder))
     began = time.monotonic()
     asked = {

@@ -35,6 +35,7 @@ def test_a_script_that_dies_says_so_itself(tmp_path: Path) -> None:
     [
         (("--gpu", "a41", "--", "python", "-c", "pass"), "a41.*did you mean a40"),
         (("--gpu", "a40", "--", "pithon", "-c", "pass"), "the command 'pithon' was not found"),
+        (("--gpu", "a40", "launch/demo.py"), "'launch/demo.py' was not found; it is a script: -- python"),
         (("--gpu", "a40", "--", BIN / "python", "-c", "import torch"), f"^error: {NO_CUDA}"),
         (("--gpu", "a40", "--", "sbatch", "job.sh"), "sbatch returns before its job has run.* write sbatch --wait"),
         (
