@@ -54,6 +54,8 @@ class TextRows(ABC):
         records = size = state = 0
         last = b"\n"
         try:
+            if pointer := lfs_pointer(path):
+                raise UserError(f"{key}: {pointer}")
             self._held = self._whole(key)
             with open_file(path) if self._held is None else io.BytesIO(self._held) as file:
                 while chunk := file.read(CHUNK_BYTES):
@@ -72,8 +74,6 @@ class TextRows(ABC):
         if self._offsets[-1] != size:
             self._offsets.append(size)
         self.digest = digest.hexdigest()
-        if pointer := lfs_pointer(path):
-            raise UserError(f"{key}: {pointer}")
 
     def __len__(self) -> int:
         return self._records - self.headers
