@@ -118,6 +118,20 @@ def test_metadata_of_a_folder_is_found(tmp_path, name, capsys):
     assert [now.name for then, now in edited if then.captions != now.captions] == ["a.png"]
 
 
+def test_rows_of_metadata_that_are_not_used_are_named(tmp_path, capsys):
+    save(tmp_path / "a.png", None)
+    rows = [{"file_name": name, "text": name} for name in ("a.png", "./a.png")]
+    (tmp_path / "metadata.jsonl").write_text(lines(*rows))
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,x\n")
+    (tmp_path / "LIST.JSONL").write_text(lines(*rows))
+    assert texts(opened(str(tmp_path)).items(0, 1)[0]) == [("./a.png", 1)]
+    assert [line.removeprefix("data.images: ") for line in capsys.readouterr().err.splitlines()] == [
+        f"{tmp_path}/metadata.csv is ignored, because metadata.jsonl is beside it; put its rows there",
+        "metadata.jsonl row 2: a.png has an earlier row, which is ignored",
+        f"other files in {tmp_path} are ignored: 1 .JSONL file; to read a list or a table, name its path",
+    ]
+
+
 def test_columns_of_metadata_are_chosen_as_of_a_table(tmp_path, capsys):
     save(tmp_path / "a.png", None)
     (tmp_path / "metadata.jsonl").write_text(lines({"file_name": "a.png", "text": "short", "caption": "long"}))
