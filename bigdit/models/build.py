@@ -315,7 +315,10 @@ def read_single_file(
     try:
         converted = convert(checkpoint=tensors, config=config)
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
-        raise UserError(f"diffusers finds none of it there; its first tensor is {first}") from None
+        raise UserError(
+            f"diffusers finds none of it there, or other sizes than the published ones; its first tensor is {first}; "
+            "take a folder in diffusers' format"
+        ) from None
     return {name: each for name, each in converted.items() if each is not None}
 
 
@@ -337,7 +340,7 @@ def dequantised(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict
         scales = [
             tensors[key] for key in (f"{parent}.{each}" for each in SCALES) if last == "weight" and key in tensors
         ]
-        if scales and not tensor.is_floating_point():
+        if last == "weight" and not tensor.is_floating_point():
             raise UserError(
                 f"{name} is quantised in {str(tensor.dtype).removeprefix('torch.')}; fp8, 16 and 32 bits are read"
             )
