@@ -212,8 +212,13 @@ def lacking(folder: Path) -> str | None:
         return None  # loading it reports that
     if gone := [each.name for each in found if not each.exists()]:
         return f"its index names {how_many(len(found), 'file')}, and {', '.join(gone[:3])} is missing; fetch it again"
+    return lfs_pointer(folder) if found else without_weights(folder, _FILE)
+
+
+def without_weights(folder: Path, *names: str) -> str:
+    """That a folder has no weights under these names, and what other weights it has."""
     others = (not_safetensors(each) for each in sorted(folder.iterdir()) if each.suffix.lower() in _NOT_WEIGHTS)
-    return lfs_pointer(folder) if found else "; ".join([f"it has no {_FILE}", *filter(None, others)])
+    return "; ".join([f"it has no {' or '.join(names)}", *filter(None, others)])
 
 
 _NOT_WEIGHTS = {
