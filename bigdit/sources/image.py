@@ -211,7 +211,8 @@ def _crop_and_flip(crop_at: float, flipped: bool, contents: Contents) -> Content
         return cropped
     mask = contents.mask
     flipped_mask = None if mask is None else lambda: None if (read := mask()) is None else _flip(read)
-    return replace(cropped, decode=lambda: _flip_all(contents.decode()), mask=flipped_mask)
+    references = tuple(functools.partial(lambda read: _flip(read()), each) for each in contents.references)
+    return replace(cropped, decode=lambda: _flip_all(contents.decode()), mask=flipped_mask, references=references)
 
 
 def _flip_all(found: Image.Image | Iterator[Image.Image]) -> Image.Image | Iterator[Image.Image]:
