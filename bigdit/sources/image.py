@@ -22,7 +22,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from bigdit.config.data import MAX_PIXELS
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
-from bigdit.sources.protocol import Contents, DerivedItem, Fit, Item, Several, Source, Unusable
+from bigdit.sources.protocol import CENTRED, Contents, DerivedItem, Fit, Item, Several, Source, Unusable
 
 # The formats of data sets. Pillow's other decoders are never tried: some start programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
@@ -206,7 +206,13 @@ def decode_part(part: str, data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _crop_and_flip(crop_at: float, flipped: bool, contents: Contents) -> Contents:
-    cropped = replace(contents, fit=Fit(crop_at))
+    if crop_at == CENTRED.crop_at and not flipped:
+        return contents
+
+    def digest() -> int:
+        return xxhash.xxh3_64_intdigest(f"{crop_at} {flipped}".encode(), contents.digest())
+
+    cropped = replace(contents, fit=Fit(crop_at), digest=digest)
     if not flipped:
         return cropped
     mask = contents.mask
