@@ -138,11 +138,13 @@ def _start_principal(layer: Any, spec: LoraSpec) -> None:
 
 
 def _add_magnitudes(layer: Any, base: str) -> None:
-    """Add DoRA's magnitudes, the norms of a quantised base's rows, to a LoraLayer. Source: peft's
-    DoraLinearVariant.init."""
-    weight = layer.get_base_layer().weight.data
+    """Add DoRA's magnitudes, the norms of the rows of its weight, to a LoraLayer. Only weights of blocks are quantised.
+    Source: peft's DoraLinearVariant.init."""
+    linear = layer.get_base_layer()
+    weight = linear.weight.data
     magnitudes = _PackedDora(fan_in_fan_out=False)
-    magnitudes.weight = nn.Parameter(_norms(weight, base).to(weight.dtype))
+    kept = base if isinstance(linear, ScaledLinear | Linear4bit) else "bf16"
+    magnitudes.weight = nn.Parameter(_norms(weight, kept).to(weight.dtype))
     layer.adapter_layer_names = (*layer.adapter_layer_names, "lora_magnitude_vector")
     layer.lora_magnitude_vector[ADAPTER] = magnitudes
     layer.lora_variant[ADAPTER] = DoraLinearVariant()
@@ -155,8 +157,10 @@ class _PackedDora(DoraLinearLayer):
     def forward(self, x: torch.Tensor, *, base_layer: Any, **rest: Any) -> torch.Tensor:
         if isinstance(base_layer, ScaledLinear):
             weight = dequantised(base_layer.weight, base_layer.scale)
-        else:
+        elif isinstance(base_layer, Linear4bit):
             weight = dequantize_4bit(base_layer.weight.data, base_layer.weight.quant_state)
+        else:
+            weight = base_layer.weight.data
         unpacked = SimpleNamespace(weight=nn.Parameter(weight, requires_grad=False), bias=base_layer.bias)
         return super().forward(x, base_layer=unpacked, **rest)
 

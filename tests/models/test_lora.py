@@ -59,9 +59,11 @@ def unpacked(layer):
 
 @pytest.mark.parametrize("base", ["bf16", "int8", "fp8", "nf4"])
 def test_magnitudes_learn_next_to_the_adapters_and_start_as_the_base(base):
-    """A magnitude for each row of an adapted weight. With adapters of zero the prediction is the base's."""
+    """A magnitude for each row of an adapted weight, also outside the blocks, where no weight is quantised. With
+    adapters of zero the prediction is the base's."""
+    targets = ("*.attn?.to_*", "proj_out")
     plain, dora = (
-        Strategy(lora=LoraSpec(rank=4, base=base, dora=dora), optimizer=OptimizerSpec(lr=1e-2))
+        Strategy(lora=LoraSpec(rank=4, base=base, dora=dora, targets=targets), optimizer=OptimizerSpec(lr=1e-2))
         for dora in (False, True)
     )
     predictions, batch = [], one_batch().to(CPU, torch.bfloat16)
@@ -76,7 +78,7 @@ def test_magnitudes_learn_next_to_the_adapters_and_start_as_the_base(base):
     losses = [train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(6)]
     assert losses[-1] < losses[0] - 0.05
     after = full_weights(engine)
-    assert len(before) == len(after) // 3 == len(family.blocks(model)) * 2 * 4
+    assert len(before) == len(after) // 3 == len(family.blocks(model)) * 2 * 4 + 1
     for name, weight in before.items():
         layer = model.get_submodule(name.split(".lora_")[0]).get_base_layer()
         rows = unpacked(layer).float().norm(dim=1)
