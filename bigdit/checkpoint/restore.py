@@ -72,8 +72,15 @@ def written_here(source: Path) -> bool:
     return any((source / name).is_file() for name in (STATE, CHECKSUMS))
 
 
+def _with_adapters(source: Path) -> Path | None:
+    """The folder with LoRA adapters: `source`, or the one below an export."""
+    within = (source, source / "transformer")
+    return next((each for each in within if any((each / name).is_file() for name in (ADAPTERS, PEFT_FILE))), None)
+
+
 def check_whole(source: Path) -> None:
-    """Raise UserError if a checkpoint or an export holds only LoRA adapters or a ControlNet, and no whole model."""
+    """Raise UserError if a checkpoint or an export holds only LoRA adapters or a ControlNet, and no whole model, or if
+    `source` is the output of a run."""
     base = ""
     if (source / STATE).is_file():
         state = open_checkpoint(source).state
@@ -82,8 +89,12 @@ def check_whole(source: Path) -> None:
         if state["strategy"].get("lora") is None:
             return
         base = f", {state['run']['model']['init_from']},"
-    elif not any((source / name).is_file() for name in (ADAPTERS, PEFT_FILE)):
-        return
+    elif _with_adapters(source) is None:
+        last, _ = latest(source) if source.is_dir() else (None, [])
+        if last is None:
+            return
+        check_whole(last.folder)
+        raise UserError(f"{source} is the output of a run; name a checkpoint of it, such as {last.folder}")
     raise UserError(
         f"{source} holds only LoRA adapters; set model.init_from to the weights they are for{base} and "
         f"model.lora_from to {source}"
@@ -132,13 +143,13 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
             tensors[name] *= spec.scale(tensors[name].shape[1])
         return tensors, {}
     if source.is_dir():
-        folders = (source, source / "transformer")
-        folder = next((each for each in folders if (each / ADAPTERS).is_file()), source)
-        check_exported(folder)
-        if not any((folder / name).is_file() for name in (ADAPTERS, PEFT_FILE)):
+        folder = _with_adapters(source)
+        if folder is None:
+            check_exported(source)
             last, _ = latest(source)
             such = "(checkpoints/STEP of an output) or an export" if last is None else f"of it, such as {last.folder}"
             raise UserError(f"it holds no {ADAPTERS}; name a checkpoint {such}")
+        check_exported(folder)
         source = folder / (ADAPTERS if (folder / ADAPTERS).is_file() else PEFT_FILE)
     problem = models.not_safetensors(source)
     if problem is not None:
