@@ -277,7 +277,14 @@ def test_a_row_with_too_few_or_too_many_references_says_how_many_are_read(tmp_pa
     for name in "abcd":
         save(tmp_path / f"{name}.png", None)
     (tmp_path / "bad.png").write_bytes(b"no image")
-    given = [[], ["b.png"], ["b.png", "c.png"], ["b.png", "c.png", "d.png"], ["b.png", "gone.png"], ["b.png", "bad.png"]]
+    given = [
+        [],
+        ["b.png"],
+        ["b.png", "c.png"],
+        ["b.png", "c.png", "d.png"],
+        ["b.png", "gone.png"],
+        ["b.png", "bad.png"],
+    ]
     rows = [{"image": "a.png", "caption": "put it", "reference": each} for each in given]
     (tmp_path / "list.jsonl").write_text(lines(*rows))
     none, one, two, many, gone, bad = opened(str(tmp_path / "list.jsonl"), references=2).items(0, 9)
