@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +23,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from bigdit import models
 from bigdit.catalog.resolve import read_model_config
 from bigdit.checkpoint.folder import (
-    CHECKSUMS,
     STATE,
     Checkpoint,
     Peers,
@@ -65,11 +66,6 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
     engine.publish()
     if ema is not None:
         ema.updates = checkpoint.state["updates"]
-
-
-def written_here(source: Path) -> bool:
-    """Whether a folder is a checkpoint, or an export with its checksums."""
-    return any((source / name).is_file() for name in (STATE, CHECKSUMS))
 
 
 def _with_adapters(source: Path) -> Path | None:
@@ -166,12 +162,27 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         return {name: file.get_tensor(name) for name in file.keys()}, config  # noqa: SIM118
 
 
+def check_start(spec: ModelSpec, source: Path) -> None:
+    """Raise UserError as `load_model` does, from names and shapes alone."""
+    with _start(spec, source):
+        check_whole(source)
+        if not (source / STATE).is_file():
+            check_exported(source, by_content=False)
+            models.check_folder(spec, source)
+            return
+        found = {name: math.prod(shape) for name, shape in open_checkpoint(source).state["parameters"].items()}
+        for name, parameter in trained(models.outline(spec)).items():
+            if (held := found.get(name, 0)) != parameter.numel():
+                misfit = f"it holds {held} elements of {name}, and this run has {parameter.numel()}"
+                raise UserError(f"{source} cannot be read: {misfit}")
+
+
 def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:
     """The model in CPU memory with the weights in `source` (model.init_from): a diffusers folder, or a checkpoint.
 
     Raises UserError if it is neither, is damaged, or holds another model, with the differences.
     """
-    try:
+    with _start(spec, source):
         check_whole(source)
         if not (source / STATE).is_file():
             check_exported(source)
@@ -181,6 +192,13 @@ def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Modul
         model = models.skeleton(spec, dtype=dtype)
         load_weights(found, model)
         return model
+
+
+@contextlib.contextmanager
+def _start(spec: ModelSpec, source: Path) -> Iterator[None]:
+    """Adds the key, and how the model in `source` differs, to errors."""
+    try:
+        yield
     except UserError as error:
         others = _others(spec, source)
         raise UserError(*(f"model.init_from: {problem}{others}" for problem in error.problems)) from None
