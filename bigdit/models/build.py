@@ -89,12 +89,17 @@ def _filled(spec: ModelSpec, folder: Path, dtype: torch.dtype, read: Read) -> nn
         if ran_out(error):
             raise
         reason = " ".join(str(error).split())[:300]
+        if sizes := _MISFIT.search(reason):
+            reason = f"size mismatch for {sizes[1]}: it is {sizes[2]}, and the model's {sizes[3]}"
         raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {reason}") from None
     if missing or unexpected:
         named = config.get("_class_name", spec.class_name)
         kind = f"another {named}" if named == spec.class_name else f"{named}, not of {spec.class_name}"
         raise UserError(f"{folder} holds {_other(kind, folder, missing, unexpected)}")
     return model
+
+
+_MISFIT = re.compile(r"size mismatch for (\S+): copying .*?torch\.Size\((.*?)\) .*?torch\.Size\((.*?)\)")
 
 
 def _other(kind: str, folder: Path, missing: Collection[str], unexpected: Collection[str]) -> str:

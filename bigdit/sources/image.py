@@ -193,7 +193,8 @@ def with_references(contents: Contents, files: Sequence[bytes], max_pixels: int)
             found = xxhash.xxh3_64_intdigest(data, found)
         return found
 
-    decoders = tuple(functools.partial(decode_part, "reference", data, max_pixels) for data in files)
+    names = ["reference"] if len(files) == 1 else [f"reference {number}" for number in range(1, len(files) + 1)]
+    decoders = tuple(functools.partial(decode_part, *each, max_pixels) for each in zip(names, files, strict=True))
     return replace(contents, digest=digest, references=decoders)
 
 

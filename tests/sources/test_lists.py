@@ -290,10 +290,18 @@ def test_a_list_in_a_folder_is_named(tmp_path, capsys):
 def test_a_row_with_too_few_or_too_many_references_says_how_many_are_read(tmp_path):
     for name in "abcd":
         save(tmp_path / f"{name}.png", None)
-    given = [[], ["b.png"], ["b.png", "c.png"], ["b.png", "c.png", "d.png"], ["b.png", "gone.png"]]
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    given = [
+        [],
+        ["b.png"],
+        ["b.png", "c.png"],
+        ["b.png", "c.png", "d.png"],
+        ["b.png", "gone.png"],
+        ["b.png", "bad.png"],
+    ]
     rows = [{"image": "a.png", "caption": "put it", "reference": each} for each in given]
     (tmp_path / "list.jsonl").write_text(lines(*rows))
-    none, one, two, many, gone = opened(str(tmp_path / "list.jsonl"), references=2).items(0, 9)
+    none, one, two, many, gone, bad = opened(str(tmp_path / "list.jsonl"), references=2).items(0, 9)
     assert len(two.load().references) == 2
     assert [reason(item) for item in (none, one, many, gone)] == [
         "column reference names no image (list.jsonl row 1)",
@@ -301,6 +309,8 @@ def test_a_row_with_too_few_or_too_many_references_says_how_many_are_read(tmp_pa
         "column reference names 3 images, and data.references is 2 (list.jsonl row 4)",
         "reference: image gone.png is missing; its path is relative to the table (list.jsonl row 5)",
     ]
+    assert reason(bad).startswith("reference 2: damaged image: ")
+    assert reason(bad).endswith(" (list.jsonl row 6)")
     _, one, *_ = opened(str(tmp_path / "list.jsonl"), references=2, min_references=1).items(0, 9)
     assert len(one.load().references) == 1
     _, one, two, *_ = opened(str(tmp_path / "list.jsonl"), references=3, min_references=2).items(0, 9)
