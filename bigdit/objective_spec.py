@@ -189,7 +189,7 @@ def partial(objective: FlowMatchingSpec | DdpmSpec) -> str | None:
     low, high = objective.t_range
     return (
         f"objective.t_range is [{low:g}, {high:g}], and a model of a part of the way from noise to image generates "
-        "none by itself; diffusers' pipeline does with both experts"
+        "none by itself; `bigdit export` writes it for diffusers' pipeline"
     )
 
 

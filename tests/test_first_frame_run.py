@@ -10,7 +10,9 @@ import tiny_pipelines
 import torch
 from commands import in_process, with_set
 from gpus import benched
-from PIL import Image, ImageSequence
+from PIL import Image, ImageOps, ImageSequence
+from stores import read_rows
+from tiny_sources import gradient
 from tiny_vaes import wan
 from tiny_videos import moving_square
 from training import encoded_for, refusal, train_here
@@ -65,8 +67,9 @@ def encoded(tmp_path_factory):
 @torch.no_grad()
 def of_pipeline(pipeline, frame):
     """The condition and the embeddings that the pipeline's call makes of an image, in bf16."""
-    image = pipeline.video_processor.preprocess(frame, height=16, width=32)
-    _, condition = pipeline.prepare_latents(image, 1, 4, 16, 32, 5, torch.float32, torch.device("cpu"))
+    image = pipeline.video_processor.preprocess(frame, height=frame.height, width=frame.width)
+    size = frame.height, frame.width
+    _, condition = pipeline.prepare_latents(image, 1, 4, *size, 5, torch.float32, torch.device("cpu"))
     return condition.bfloat16(), pipeline.encode_image(frame, torch.device("cpu")).bfloat16()
 
 
@@ -92,6 +95,38 @@ def test_batches_are_what_the_pipeline_makes_to_the_bit(encoded):
             assert torch.equal(batch.extras["image_embeds"][place], embeds[0])
         assert batch.extras["image_condition"][0].std() > 0.1
         del batch
+
+
+def covering(image, size):
+    """The middle of an image, resized until it covers (width, height)."""
+    return ImageOps.fit(image.convert("RGB"), size, Image.Resampling.LANCZOS)
+
+
+def test_first_frames_of_clips_of_many_sizes_are_cropped_and_mirrored_with_them(encoded, tmp_path):
+    folder, pipeline = encoded
+    sizes = [(64, 48), (20, 30), (40, 16), (18, 64), (32, 16)]
+    (tmp_path / "clips").mkdir()
+    for number, (width, height) in enumerate(sizes):
+        moving_square(tmp_path / f"clips/{number}.mp4", rightwards=True, side=width, height=height)
+    images = f"data.images={{path: {tmp_path}/clips, flip: true}}"
+    settings = [images, "data.buckets=[[5, 16, 32], [5, 32, 16]]", f"data.features={tmp_path}/features"]
+    done = in_process("extract", "--workers", "1", "--config", folder / "run.yaml", *with_set(settings))
+    assert done.returncode == 0, done.stderr
+    store = FeatureStore.open(tmp_path / "features")
+    found = {}
+    for shape, count in store.buckets.items():
+        _, _, indices = read_rows(store, shape, range(count))
+        batch = BatchReader(store, count, 1.0, pinned=False).read(
+            shape, np.zeros(count, int), np.arange(count), [*range(count)]
+        )
+        for place, index in enumerate(indices):
+            first = covering(first_image(tmp_path / f"clips/{index // 2}.mp4"), (2 * shape[-1], 2 * shape[-2]))
+            condition, embeds = of_pipeline(pipeline, ImageOps.mirror(first) if index % 2 else first)
+            assert torch.equal(batch.extras["image_condition"][place], condition[0])
+            assert torch.equal(batch.extras["image_embeds"][place], embeds[0])
+            found[index] = shape[-2:]
+    wide, high = (8, 16), (16, 8)
+    assert [found[index] for index in range(10)] == [wide, wide, high, high, wide, wide, high, high, wide, wide]
 
 
 def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained(encoded):
@@ -180,6 +215,36 @@ def stills(folder):
             frames = [np.asarray(each.convert("RGB")) for each in ImageSequence.Iterator(video)]
         videos.append(np.stack(frames))
     return stills_png(videos, ["a square", "two"])
+
+
+def test_images_of_other_sizes_and_kinds_begin_videos_as_if_cropped_before(encoded, tmp_path):
+    folder, _ = encoded
+    train_here(folder / "run.yaml", f"output={tmp_path / 'run'}")
+    turned = Image.Exif()
+    turned[0x0112] = 6  # shown a quarter turn to the right
+    clear = gradient(64, 20, "RGBA")
+    clear.putalpha(gradient(64, 20, "L"))
+    files = {"gray.png": gradient(30, 50, "L"), "clear.webp": clear, "turned.jpg": gradient(24, 40)}
+    files |= {"tiny.gif": gradient(6, 4, "P"), "large.bmp": gradient(600, 500)}
+    options = {"turned.jpg": {"exif": turned}, "clear.webp": {"lossless": True, "exact": True}}
+    for name, image in files.items():
+        image.save(tmp_path / name, **options.get(name, {}))
+        with Image.open(tmp_path / name) as read:
+            upright = ImageOps.exif_transpose(read).convert("RGBA")
+        white = Image.new("RGBA", upright.size, "white")
+        covering(Image.alpha_composite(white, upright), (32, 16)).save(tmp_path / f"{name}.cropped.png")
+
+    def drawn(out, names):
+        of_each = [part for name in names for part in ("--caption", "a square", "--image", tmp_path / name)]
+        done = in_process("sample", "--checkpoint", tmp_path / "run", *of_each, "--steps", "1", "--out", tmp_path / out)
+        assert done.returncode == 0, done.stderr
+        return [(tmp_path / out / f"{number:05d}.webp").read_bytes() for number in range(len(names))]
+
+    cropped = [f"{name}.cropped.png" for name in files]
+    of_files = drawn("of-files", files)
+    assert of_files == drawn("of-cropped", cropped)
+    others = drawn("of-others", [*cropped[1:], cropped[0]])
+    assert all(one != other for one, other in zip(of_files, others, strict=True))
 
 
 def test_images_to_begin_with_that_cannot_be_read_are_named_before_training(encoded):

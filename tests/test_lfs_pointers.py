@@ -50,7 +50,7 @@ def test_of_a_folder_of_images(tmp_path, name, printed):
         list(item.load().image)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.tar"])
+@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.jsonl", "a.parquet", "a.tar"])
 def test_of_a_table_or_a_tar(tmp_path, name):
     (tmp_path / name).write_bytes(POINTER)
     with pytest.raises(UserError, match=f"^data.images: {tmp_path}/{name} {re.escape(SAID)}"):

@@ -83,7 +83,8 @@ def suggestion(kind: str, plain: str, known: Collection[str], aliases: Aliases) 
             near = refused.nearest or matches(rest, known, aliases) or _similar(rest, known, aliases)
             return f": {refused.reason}" + (f"; nearest: {', '.join(near)}" if near else "")
     similar = (
-        _similar(plain, known, aliases)
+        list(matches(re.sub(r"-\d+g$", "", _short_memory(plain)), known, aliases))  # `RTX 4070 12GB`, of one memory
+        or _similar(plain, known, aliases)
         or _similar(_corrected(plain, known, aliases), known, aliases)
         or difflib.get_close_matches(plain, known, n=SUGGESTED)
     )

@@ -16,12 +16,11 @@ from bigdit.checkpoint.restore import (
     changed_since,
     check_objective,
     check_resumable,
-    check_whole,
+    check_start,
     load_adapters,
     load_model,
     load_weights,
     restore,
-    written_here,
 )
 from bigdit.checkpoint.saver import Keeping, Saver, remove_unfinished
 
@@ -34,7 +33,7 @@ __all__ = [
     "changed_since",
     "check_objective",
     "check_resumable",
-    "check_whole",
+    "check_start",
     "export",
     "find_checkpoint",
     "latest",
@@ -45,5 +44,4 @@ __all__ = [
     "remove_unfinished",
     "restore",
     "verify",
-    "written_here",
 ]

@@ -364,8 +364,8 @@ def write_checksums(folder: Path) -> None:
     write_json(folder / CHECKSUMS, {file.name: checksum(file) for file in sorted(folder.iterdir())})
 
 
-def check_exported(folder: Path) -> None:
-    """Raise UserError if a file of an exported folder is missing, changed or does not belong there.
+def check_exported(folder: Path, *, by_content: bool = True) -> None:
+    """Raise UserError if a file of an exported folder is missing, changed (`by_content`) or does not belong there.
 
     A folder without checksums, from other software, is not checked.
     """
@@ -376,7 +376,8 @@ def check_exported(folder: Path) -> None:
         sums: dict[str, str] = read_json(file)
         more = {each.name for each in folder.glob("*.safetensors")} - sums.keys()
         lacking = [name for name in sums if not (folder / name).is_file()]
-        changed = [name for name, known in sums.items() if name not in lacking and checksum(folder / name) != known]
+        whole = [(name, known) for name, known in sums.items() if name not in lacking and by_content]
+        changed = [name for name, known in whole if checksum(folder / name) != known]
     except FileNotFoundError:
         return
     except (OSError, ValueError, AttributeError) as error:

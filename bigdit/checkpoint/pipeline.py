@@ -68,7 +68,7 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
         if loader is None:
             return f"diffusers loads no adapters of {spec.class_name}; `bigdit sample` generates with them"
         return f"load them over {base}, by {loader}"
-    if partial(objective_of(spec, run.objective)) is not None:
+    if _is_part(index.get("transformer_2")) and partial(objective_of(spec, run.objective)) is not None:
         return f"{base} has two experts; replace the one that training started from with transformer/"
     if run.encoders.text is not None and run.encoders.text.files:
         return f"encoders.text.files are not in {base}; replace its transformer with this one"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +23,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from bigdit import models
 from bigdit.catalog.resolve import read_model_config
 from bigdit.checkpoint.folder import (
-    CHECKSUMS,
     STATE,
     Checkpoint,
     Peers,
@@ -67,13 +68,15 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
         ema.updates = checkpoint.state["updates"]
 
 
-def written_here(source: Path) -> bool:
-    """Whether a folder is a checkpoint, or an export with its checksums."""
-    return any((source / name).is_file() for name in (STATE, CHECKSUMS))
+def _with_adapters(source: Path) -> Path | None:
+    """The folder with LoRA adapters: `source`, or the one below an export."""
+    within = (source, source / "transformer")
+    return next((each for each in within if any((each / name).is_file() for name in (ADAPTERS, PEFT_FILE))), None)
 
 
 def check_whole(source: Path) -> None:
-    """Raise UserError if a checkpoint or an export holds only LoRA adapters or a ControlNet, and no whole model."""
+    """Raise UserError if a checkpoint or an export holds only LoRA adapters or a ControlNet, and no whole model, or if
+    `source` is the output of a run."""
     base = ""
     if (source / STATE).is_file():
         state = open_checkpoint(source).state
@@ -82,8 +85,12 @@ def check_whole(source: Path) -> None:
         if state["strategy"].get("lora") is None:
             return
         base = f", {state['run']['model']['init_from']},"
-    elif not any((source / name).is_file() for name in (ADAPTERS, PEFT_FILE)):
-        return
+    elif _with_adapters(source) is None:
+        last, _ = latest(source) if source.is_dir() else (None, [])
+        if last is None:
+            return
+        check_whole(last.folder)
+        raise UserError(f"{source} is the output of a run; name a checkpoint of it, such as {last.folder}")
     raise UserError(
         f"{source} holds only LoRA adapters; set model.init_from to the weights they are for{base} and "
         f"model.lora_from to {source}"
@@ -132,13 +139,13 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
             tensors[name] *= spec.scale(tensors[name].shape[1])
         return tensors, {}
     if source.is_dir():
-        folders = (source, source / "transformer")
-        folder = next((each for each in folders if (each / ADAPTERS).is_file()), source)
-        check_exported(folder)
-        if not any((folder / name).is_file() for name in (ADAPTERS, PEFT_FILE)):
+        folder = _with_adapters(source)
+        if folder is None:
+            check_exported(source)
             last, _ = latest(source)
             such = "(checkpoints/STEP of an output) or an export" if last is None else f"of it, such as {last.folder}"
             raise UserError(f"it holds no {ADAPTERS}; name a checkpoint {such}")
+        check_exported(folder)
         source = folder / (ADAPTERS if (folder / ADAPTERS).is_file() else PEFT_FILE)
     problem = models.not_safetensors(source)
     if problem is not None:
@@ -155,12 +162,27 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         return {name: file.get_tensor(name) for name in file.keys()}, config  # noqa: SIM118
 
 
+def check_start(spec: ModelSpec, source: Path) -> None:
+    """Raise UserError as `load_model` does, from names and shapes alone."""
+    with _start(spec, source):
+        check_whole(source)
+        if not (source / STATE).is_file():
+            check_exported(source, by_content=False)
+            models.check_folder(spec, source)
+            return
+        found = {name: math.prod(shape) for name, shape in open_checkpoint(source).state["parameters"].items()}
+        for name, parameter in trained(models.outline(spec)).items():
+            if (held := found.get(name, 0)) != parameter.numel():
+                misfit = f"it holds {held} elements of {name}, and this run has {parameter.numel()}"
+                raise UserError(f"{source} cannot be read: {misfit}")
+
+
 def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:
     """The model in CPU memory with the weights in `source` (model.init_from): a diffusers folder, or a checkpoint.
 
     Raises UserError if it is neither, is damaged, or holds another model, with the differences.
     """
-    try:
+    with _start(spec, source):
         check_whole(source)
         if not (source / STATE).is_file():
             check_exported(source)
@@ -170,6 +192,13 @@ def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Modul
         model = models.skeleton(spec, dtype=dtype)
         load_weights(found, model)
         return model
+
+
+@contextlib.contextmanager
+def _start(spec: ModelSpec, source: Path) -> Iterator[None]:
+    """Adds the key, and how the model in `source` differs, to errors."""
+    try:
+        yield
     except UserError as error:
         others = _others(spec, source)
         raise UserError(*(f"model.init_from: {problem}{others}" for problem in error.problems)) from None

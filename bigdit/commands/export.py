@@ -65,7 +65,7 @@ def _export(found: Checkpoint, out: Path, ema_width: float | None, single_file: 
     pipeline = pipeline_of(found)
     if isinstance(pipeline, str):
         export(found, out, posthoc, single_file=single_file, replace=False)
-        kinds = {"lora": "LoRA adapters are", "controlnet": "the ControlNet is"}
+        kinds = {"lora": "the adapters are", "controlnet": "the ControlNet is"}
         strategy = found.state["strategy"]
         written = next((what for key, what in kinds.items() if strategy.get(key)), "the transformer is")
         log.notice(f"note: {written} written without a pipeline: {pipeline}")

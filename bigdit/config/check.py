@@ -152,6 +152,8 @@ def online_problems(run: RunConfig) -> list[str]:
     if run.strategy.features == "cached":
         return []
     cached = "set it to cached, and run `bigdit extract` first"
+    if run.strategy.trains_text:
+        cached = "set strategy.lora.text_encoders to false, and strategy.features to cached"
     return [f"strategy.features is online, and {why}; {cached}" for why in _not_online(run)]
 
 

@@ -143,7 +143,8 @@ def expected(details: Sequence[ErrorDetails]) -> str:
         meant = value_meant(str(value), names)
         near = nearest(str(value), names) if meant is None else suggested(meant)
         return f"is {shown(value)}, which is unknown; {near}"
-    kinds = [_expected(detail) for detail in details if not _names(detail)]
+    short = details[0]["type"] == "missing"  # the last missing value tells the length of the list
+    kinds = [_expected(detail) for detail in details[-1 if short else 0 :] if not _names(detail)]
     return f"is {shown(value)}, and {' or '.join(dict.fromkeys([*kinds, *names]))} was expected"
 
 

@@ -17,7 +17,7 @@ from bigdit.documents import indexed_files, read_json, weight_files
 from bigdit.encoders.host_bytes import WEIGHTS
 from bigdit.errors import UserError
 from bigdit.files import check_regular, leads_out, lfs_pointer
-from bigdit.models.build import SCALES, dequantised, not_safetensors, read_single_file
+from bigdit.models.build import SCALES, dequantised, not_safetensors, read_single_file, without_weights
 from bigdit.store.tensors import weights_digest
 from bigdit.units import how_many
 
@@ -80,9 +80,13 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
     try:
         if not issubclass(kind, torch.nn.Module):
             tokenizer = kind  # or an image processor; neither has weights
+            if not folder.exists():
+                raise UserError("it is missing; fetch the model by `hf download`")
             return tokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if folder.is_dir():
-            arguments["variant"] = weight_files(folder, *WEIGHTS)[1]
+            found, arguments["variant"] = weight_files(folder, *WEIGHTS)
+            if not found:
+                raise FileNotFoundError(without_weights(folder, *WEIGHTS))
         elif problem := not_safetensors(folder):
             raise UserError(problem)
         else:

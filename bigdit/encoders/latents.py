@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from bigdit.config.data import fitting_bucket, frames_of, written_bucket
 from bigdit.errors import UserError
 from bigdit.sources.protocol import CENTRED, Fit, Sample, Unusable
+from bigdit.units import how_many
 
 Color = Literal["rgb", "gray"]
 
@@ -78,7 +79,7 @@ def bucket_pixels(
             pixels.append(_crop(frame, size, color, fit.crop_at))
     count = max((count for count in nearest if count <= found), default=None)
     if count is None:
-        raise Unusable(f"video of {found} frames at data.fps; the shortest bucket has {min(nearest)}")
+        raise Unusable(f"video of {how_many(found, 'frame')} at data.fps; the shortest bucket has {min(nearest)}")
     bucket = nearest[count]
     pixels = fitted[bucket[-2:]][:count]
     return bucket, pixels[0] if len(bucket) == 2 else np.stack(pixels, axis=1)

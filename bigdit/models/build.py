@@ -89,12 +89,17 @@ def _filled(spec: ModelSpec, folder: Path, dtype: torch.dtype, read: Read) -> nn
         if ran_out(error):
             raise
         reason = " ".join(str(error).split())[:300]
+        if sizes := _MISFIT.search(reason):
+            reason = f"size mismatch for {sizes[1]}: it is {sizes[2]}, and the model's {sizes[3]}"
         raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {reason}") from None
     if missing or unexpected:
         named = config.get("_class_name", spec.class_name)
         kind = f"another {named}" if named == spec.class_name else f"{named}, not of {spec.class_name}"
         raise UserError(f"{folder} holds {_other(kind, folder, missing, unexpected)}")
     return model
+
+
+_MISFIT = re.compile(r"size mismatch for (\S+): copying .*?torch\.Size\((.*?)\) .*?torch\.Size\((.*?)\)")
 
 
 def _other(kind: str, folder: Path, missing: Collection[str], unexpected: Collection[str]) -> str:
@@ -212,8 +217,13 @@ def lacking(folder: Path) -> str | None:
         return None  # loading it reports that
     if gone := [each.name for each in found if not each.exists()]:
         return f"its index names {how_many(len(found), 'file')}, and {', '.join(gone[:3])} is missing; fetch it again"
+    return lfs_pointer(folder) if found else without_weights(folder, _FILE)
+
+
+def without_weights(folder: Path, *names: str) -> str:
+    """That a folder has no weights under these names, and what other weights it has."""
     others = (not_safetensors(each) for each in sorted(folder.iterdir()) if each.suffix.lower() in _NOT_WEIGHTS)
-    return lfs_pointer(folder) if found else "; ".join([f"it has no {_FILE}", *filter(None, others)])
+    return "; ".join([f"it has no {' or '.join(names)}", *filter(None, others)])
 
 
 _NOT_WEIGHTS = {
@@ -315,7 +325,10 @@ def read_single_file(
     try:
         converted = convert(checkpoint=tensors, config=config)
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
-        raise UserError(f"diffusers finds none of it there; its first tensor is {first}") from None
+        raise UserError(
+            f"diffusers finds none of it there, or other sizes than the published ones; its first tensor is {first}; "
+            "take a folder in diffusers' format"
+        ) from None
     return {name: each for name, each in converted.items() if each is not None}
 
 
@@ -337,7 +350,7 @@ def dequantised(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict
         scales = [
             tensors[key] for key in (f"{parent}.{each}" for each in SCALES) if last == "weight" and key in tensors
         ]
-        if scales and not tensor.is_floating_point():
+        if last == "weight" and not tensor.is_floating_point():
             raise UserError(
                 f"{name} is quantised in {str(tensor.dtype).removeprefix('torch.')}; fp8, 16 and 32 bits are read"
             )

@@ -7,7 +7,7 @@ quantisation).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from bigdit.errors import UserError, nearest
 from bigdit.models.family import Family
-from bigdit.models.lora_files import ADAPTER, TEXT_ENCODERS, TEXT_TARGETS, patterns, principal
+from bigdit.models.lora_files import ADAPTER, TEXT_ENCODERS, TEXT_TARGETS, last_name, patterns, principal
 from bigdit.strategy import LoraSpec, fits
 
 
@@ -37,7 +37,10 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
     targets = _targets(model, family, spec)
     for rule in spec.ranks:
         if not any(fits(name, rule) for name in targets):
-            raise UserError(f"strategy.lora.ranks: no adapted layer's name ends in {rule!r}; {_hint(rule, targets)}")
+            known = any(fits(name, rule) for name in _linears(model))
+            missing = f"name {rule!r} in strategy.lora.targets, with the others to adapt"
+            fix = missing if known else _hint(rule, targets)
+            raise UserError(f"strategy.lora.ranks: no adapted layer's name ends in {rule!r}; {fix}")
     model.requires_grad_(False)
     if spec.base != "bf16":
         quantise(family.blocks(model), spec.base)
@@ -95,7 +98,7 @@ def _config(spec: LoraSpec, targets: list[str], *, dora: bool) -> PeftConfig:
 
 def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:
     """The full names of the linear layers to adapt: those that match a target, or those of attention."""
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = _linears(model)
     if not spec.targets:
         blocks = set(family.blocks(model))
         inside = tuple(f"{name}." for name, module in model.named_modules() if module in blocks)
@@ -105,18 +108,23 @@ def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:
                 "strategy.lora.targets is empty, and no linear layer of the blocks is one of attention; name some"
             )
         return found
-    known = {name.rpartition(".")[2] for name in linears}
     for target in spec.targets:
         if not any(fits(name, target) for name in linears):
-            hint = _hint(target, linears, known)
+            hint = _hint(target, linears)
             raise UserError(f"strategy.lora.targets: no linear layer's name ends in {target!r}; {hint}")
     return [name for name in linears if any(fits(name, target) for target in spec.targets)]
 
 
-def _hint(rule: str, layers: Sequence[str], known: Collection[str] = ()) -> str:
-    """A pattern, if layers have the rule within their names; else the nearest of the `known` names, or of all."""
+def _linears(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _hint(rule: str, layers: Sequence[str]) -> str:
+    """A pattern, if layers have the rule within their names; else the nearest of their last names."""
     within = f"*.{rule}.*"
-    return f"did you mean {within!r}?" if any(fits(each, within) for each in layers) else nearest(rule, known or layers)
+    if any(fits(each, within) for each in layers):
+        return f"did you mean {within!r}?"
+    return nearest(rule, {last_name(each) for each in layers})
 
 
 def _is_of_attention(name: str) -> bool:
@@ -138,11 +146,13 @@ def _start_principal(layer: Any, spec: LoraSpec) -> None:
 
 
 def _add_magnitudes(layer: Any, base: str) -> None:
-    """Add DoRA's magnitudes, the norms of a quantised base's rows, to a LoraLayer. Source: peft's
-    DoraLinearVariant.init."""
-    weight = layer.get_base_layer().weight.data
+    """Add DoRA's magnitudes, the norms of the rows of its weight, to a LoraLayer. Only weights of blocks are quantised.
+    Source: peft's DoraLinearVariant.init."""
+    linear = layer.get_base_layer()
+    weight = linear.weight.data
     magnitudes = _PackedDora(fan_in_fan_out=False)
-    magnitudes.weight = nn.Parameter(_norms(weight, base).to(weight.dtype))
+    kept = base if isinstance(linear, ScaledLinear | Linear4bit) else "bf16"
+    magnitudes.weight = nn.Parameter(_norms(weight, kept).to(weight.dtype))
     layer.adapter_layer_names = (*layer.adapter_layer_names, "lora_magnitude_vector")
     layer.lora_magnitude_vector[ADAPTER] = magnitudes
     layer.lora_variant[ADAPTER] = DoraLinearVariant()
@@ -155,8 +165,10 @@ class _PackedDora(DoraLinearLayer):
     def forward(self, x: torch.Tensor, *, base_layer: Any, **rest: Any) -> torch.Tensor:
         if isinstance(base_layer, ScaledLinear):
             weight = dequantised(base_layer.weight, base_layer.scale)
-        else:
+        elif isinstance(base_layer, Linear4bit):
             weight = dequantize_4bit(base_layer.weight.data, base_layer.weight.quant_state)
+        else:
+            weight = base_layer.weight.data
         unpacked = SimpleNamespace(weight=nn.Parameter(weight, requires_grad=False), bias=base_layer.bias)
         return super().forward(x, base_layer=unpacked, **rest)
 

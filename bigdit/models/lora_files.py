@@ -217,7 +217,7 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
         raise UserError(f"LoRA is read, and strategy.lora.kind is {lora.kind}; set it to lora")
     left_out = [name for name in adapters if f"{name}.lora_A.{ADAPTER}.weight" not in trained]
     if left_out:
-        ends = sorted({_end(name) for name in adapters})
+        ends = sorted({last_name(name) for name in adapters})
         raise UserError(
             f"it adapts {left_out[0]}, and strategy.lora.targets leaves that out; set strategy.lora.targets to "
             f"[{', '.join(ends)}]"
@@ -304,7 +304,7 @@ def _notices(trained: Mapping[str, Any], adapters: Mapping[str, Adapter], lora: 
     return found
 
 
-def _end(name: str) -> str:
+def last_name(name: str) -> str:
     """A layer's name from its last part that is not a number."""
     return re.sub(r"^.*?([^.]*[^.\d][^.]*(\.\d+)*)$", r"\1", name)
 

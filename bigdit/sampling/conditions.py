@@ -27,7 +27,7 @@ from bigdit.loader.batch import condition
 from bigdit.loader.buffers import extras_of, padded
 from bigdit.objective_spec import SamplerName
 from bigdit.sources.disk import IMAGE_BYTES, read_file
-from bigdit.sources.image import MASK, decode, marked, owner
+from bigdit.sources.image import MASK, decode, decode_part, marked, owner
 from bigdit.sources.protocol import Unusable
 from bigdit.sources.videos import Clip, is_video, video_frames
 from bigdit.store.schema import Classes, Known
@@ -196,7 +196,7 @@ def asked_image(option: str, path: Path, max_pixels: int = MAX_PIXELS) -> Image.
         image = first_image(path, max_pixels)
         masks = [name for name, of in marked(os.listdir(path.parent), MASK).items() if of == owner(path.name)]
         if masks:
-            mask = first_image(path.with_name(masks[-1]), max_pixels).convert("L")
+            mask = decode_part(masks[-1], read_file(path.with_name(masks[-1]), IMAGE_BYTES), max_pixels).convert("L")
             if mask.size != image.size:
                 raise Unusable(
                     f"{masks[-1]} has {mask.width} × {mask.height} pixels, and it has {image.width} × {image.height}"

@@ -40,7 +40,7 @@ from bigdit.sampling.conditions import (
 from bigdit.shortage import memory_errors, ran_out, room
 from bigdit.store.part import Shape
 from bigdit.strategy import ModelSpec, Strategy
-from bigdit.units import gib, how_many_of
+from bigdit.units import gib, how_many, how_many_of
 
 Shown = Callable[[str, Iterator[torch.Tensor], int], Iterator[torch.Tensor]]
 """Passes results on one by one, to show progress: (the name of the work, results, their number)."""
@@ -254,8 +254,8 @@ class Sampler:
         if self._takes is not None and images not in (*self._counts, each * captions):
             number, what = how_many_of(self._counts, "image"), "one" if each == 1 else str(each)
             raise UserError(
-                f"--image: the model {self._takes} {number}: {images} were given for {captions} captions; pass {what} "
-                f"for all, or {what} for each"
+                f"--image: the model {self._takes} {number}: found {how_many(images, 'image')} for "
+                f"{how_many(captions, 'caption')}; pass {what} for all, or {what} for each"
             )
 
     def _attempt(

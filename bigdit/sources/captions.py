@@ -215,7 +215,7 @@ def check_link(root: Path, path: Path, follow_links: bool) -> None:
 def log_ignored(key: str, root: Path, ignored: Counter[str]) -> None:
     """Log the kinds of files in a folder that are neither images nor captions."""
     if kinds := counted(ignored):
-        lists = any(suffix in kind for kind in ignored for suffix in LISTS)
+        lists = any(suffix in kind.lower() for kind in ignored for suffix in LISTS)
         fix = "; to read a list or a table, name its path" if lists else ""
         log.notice(f"{key}: other files in {root} are ignored: {kinds}{fix}{conversion(ignored)}")
 

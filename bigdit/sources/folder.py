@@ -213,7 +213,9 @@ class ImageFolder:
         found = Listing(suffixes, config, key, max(references, default=0))
         if isinstance(config.mask, Path) and not config.mask.is_dir():
             raise UserError(
-                f"{key}.mask: the folder {config.mask} {not_there(config.mask)}; file and alpha are known, too"
+                f"{key}.mask: {config.mask} is not a folder; file and alpha are known, too"
+                if config.mask.exists()
+                else f"{key}.mask: the folder {config.mask} {not_there(config.mask)}; file and alpha are known, too"
             )
         try:
             self._names = Names(self._classified(_digested(found, digest)))
@@ -402,6 +404,9 @@ class Listing:
 
     def _metadata(self, folder: str, entries: Collection[str]) -> Metadata | None:
         names = [name for name in METADATA if name in entries and reads_captions(self._config)]
+        if len(names) > 1:
+            unread = self._config.path / folder / names[1]
+            log.notice(f"{self._key}: {unread} is ignored, because {names[0]} is beside it; put its rows there")
         return Metadata(folder, names[0], self._config, self._key) if names else None
 
     def _marked(self, entries: Collection[str]) -> tuple[set[str], dict[str, str], dict[str, dict[str, str]]]:

@@ -22,7 +22,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from bigdit.config.data import MAX_PIXELS
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
-from bigdit.sources.protocol import Contents, DerivedItem, Fit, Item, Several, Source, Unusable
+from bigdit.sources.protocol import CENTRED, Contents, DerivedItem, Fit, Item, Several, Source, Unusable
 
 # The formats of data sets. Pillow's other decoders are never tried: some start programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
@@ -193,7 +193,8 @@ def with_references(contents: Contents, files: Sequence[bytes], max_pixels: int)
             found = xxhash.xxh3_64_intdigest(data, found)
         return found
 
-    decoders = tuple(functools.partial(decode_part, "reference", data, max_pixels) for data in files)
+    names = ["reference"] if len(files) == 1 else [f"reference {number}" for number in range(1, len(files) + 1)]
+    decoders = tuple(functools.partial(decode_part, *each, max_pixels) for each in zip(names, files, strict=True))
     return replace(contents, digest=digest, references=decoders)
 
 
@@ -206,12 +207,19 @@ def decode_part(part: str, data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _crop_and_flip(crop_at: float, flipped: bool, contents: Contents) -> Contents:
-    cropped = replace(contents, fit=Fit(crop_at))
+    if crop_at == CENTRED.crop_at and not flipped:
+        return contents
+
+    def digest() -> int:
+        return xxhash.xxh3_64_intdigest(f"{crop_at} {flipped}".encode(), contents.digest())
+
+    cropped = replace(contents, fit=Fit(crop_at), digest=digest)
     if not flipped:
         return cropped
     mask = contents.mask
     flipped_mask = None if mask is None else lambda: None if (read := mask()) is None else _flip(read)
-    return replace(cropped, decode=lambda: _flip_all(contents.decode()), mask=flipped_mask)
+    references = tuple(functools.partial(lambda read: _flip(read()), each) for each in contents.references)
+    return replace(cropped, decode=lambda: _flip_all(contents.decode()), mask=flipped_mask, references=references)
 
 
 def _flip_all(found: Image.Image | Iterator[Image.Image]) -> Image.Image | Iterator[Image.Image]:

@@ -11,11 +11,11 @@ import os
 import re
 import tokenize
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import xxhash
 from PIL import Image
@@ -37,6 +37,8 @@ from bigdit.sources.image import SUFFIXES, with_references
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
 from bigdit.sources.videos import Clip, contents_of, is_video, video_frames
 from bigdit.units import how_many
+
+T = TypeVar("T")
 
 # A row by columns, or why it cannot be read.
 Row = Mapping[str, Any] | Unusable
@@ -159,8 +161,12 @@ class TableItem(Item):
 
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
+        contents = self._naming_row(partial(self._read, max_pixels))
+        return replace(contents, references=tuple(partial(self._naming_row, each) for each in contents.references))
+
+    def _naming_row(self, read: Callable[[], T]) -> T:
         try:
-            return self._read(max_pixels)
+            return read()
         except Unusable as error:
             raise Unusable(str(error) if self.where is None else f"{error} ({self.where})") from None
 

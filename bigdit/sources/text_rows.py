@@ -54,6 +54,8 @@ class TextRows(ABC):
         records = size = state = 0
         last = b"\n"
         try:
+            if pointer := lfs_pointer(path):
+                raise UserError(f"{key}: {pointer}")
             self._held = self._whole(key)
             with open_file(path) if self._held is None else io.BytesIO(self._held) as file:
                 while chunk := file.read(CHUNK_BYTES):
@@ -72,8 +74,6 @@ class TextRows(ABC):
         if self._offsets[-1] != size:
             self._offsets.append(size)
         self.digest = digest.hexdigest()
-        if pointer := lfs_pointer(path):
-            raise UserError(f"{key}: {pointer}")
 
     def __len__(self) -> int:
         return self._records - self.headers
@@ -341,7 +341,10 @@ class Metadata:
                     captions = json.dumps([[each.text, each.weight] for each in captions_of(row, columns)])
                 except Unusable as error:
                     captions = json.dumps(f"{rows.name(number)}: {error}")
-                self._rows[_plain(row[columns.image])] = captions
+                image = _plain(row[columns.image])
+                if image in self._rows:
+                    self._problems.append(f"{key}: {rows.name(number)}: {image} has an earlier row, which is ignored")
+                self._rows[image] = captions
 
     def row(self, image: str, captioned: bool) -> str | None:
         """Take out the captions of the relative path `image` in JSON, [[text, weight], …], or the problem of its row.
@@ -354,7 +357,7 @@ class Metadata:
         return row or json.dumps(f"caption is missing: no file beside it, and no row of {self._where.name}")
 
     def log_unused(self) -> None:
-        """Log rows that cannot be read, and those without an image."""
+        """Log rows that cannot be read or that another replaced, and those without an image."""
         for problem in self._problems[:_NAMED]:
             log.notice(problem)
         if (more := len(self._problems) - _NAMED) > 0:

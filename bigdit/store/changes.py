@@ -54,6 +54,7 @@ from bigdit.store.schema import (
     read_schema,
     schema_text,
 )
+from bigdit.units import how_many
 
 Ints = npt.NDArray[np.int64]
 Digests = tuple[int, int]
@@ -128,16 +129,33 @@ def grow(
 
 
 def not_encoded(root: Path, source: SourceList) -> list[str]:
-    """A message for each source whose files differ in name, size or time from those that were encoded."""
+    """A message for each source that is not the one that was encoded: its files differ in name, size or time, it has
+    other settings, or it is new. Also for changes of which parts are missing, and for sources that the run lacks."""
     schema = latest_schema(root)
     if schema is None:
         return []
-    pairs = zip(source.sources, schema.current, strict=False)
-    return [
-        f"data.images[{number}] changed since it was encoded into {root}; {EXTRACT} encodes what changed"
-        for number, (inner, known) in enumerate(pairs)
-        if inner.identity["digest"] != known.get("digest") or not _agrees(_listing(root, schema, number), inner)
-    ]
+    lines, known = list[str](), schema.current
+    requested = json.loads(json.dumps(source.identity["sources"]))  # tuples become lists, as in the schema
+    if schema != read_schema(root):
+        lines.append(f"the last changes of data.images are not all encoded into {root}; {EXTRACT} finishes it")
+    for number, (inner, now) in enumerate(zip(source.sources, requested, strict=True)):
+        if number >= len(known):
+            lines.append(f"data.images[{number}] is not encoded into {root}; {EXTRACT} adds it")
+            continue
+        agrees, then = _agrees(_listing(root, schema, number), inner), known[number]
+        if any(now.get(key) != then.get(key) for key in (now | then).keys() - {*_FILES}) or (agrees and now != then):
+            lines.append(
+                f"data.images[{number}] had other settings when it was encoded into {root}; set them back, or set "
+                "another data.features and extract again"
+            )
+        elif not agrees:
+            lines.append(
+                f"data.images[{number}] changed since it was encoded into {root}; {EXTRACT} encodes what changed"
+            )
+    if len(known) > len(requested):
+        sources = how_many(len(known), "source")
+        lines.append(f"{root} has {sources}, and data.images {len(requested)}; training takes all of {root}")
+    return lines
 
 
 def write_listings(root: Path, schema: StoreSchema, source: SourceList) -> None:

@@ -125,12 +125,7 @@ def _check_start(run: RunConfig, spec: ModelSpec) -> None:
     source = run.model.init_from
     if source is None or (not run.strategy.frozen and _resumes(run)):
         return
-    try:
-        checkpoint.check_whole(source)
-        if not checkpoint.written_here(source):  # else loading verifies checksums
-            models.check_folder(spec, source)
-    except UserError as error:
-        raise UserError(f"model.init_from: {error}") from None
+    checkpoint.check_start(spec, source)
 
 
 def _resumes(run: RunConfig) -> bool:

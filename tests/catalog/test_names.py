@@ -115,6 +115,7 @@ ASKED_BACK = {
     "h100-80": (resolve_gpu, "is ambiguous; name one of h100-sxm, h100-pcie"),
     "Tesla V100": (resolve_gpu, "one of v100-16g-sxm2, v100-16g-pcie, v100-32g-sxm2, v100-32g-pcie"),
     "ada 6000": (resolve_gpu, "did you mean rtx-6000-ada?"),
+    "RTX 4070 12GB": (resolve_gpu, "did you mean rtx-4070?"),
     "rtx-4091": (resolve_gpu, "did you mean rtx-4090"),
     "l40z": (resolve_gpu, "did you mean l40"),
 }

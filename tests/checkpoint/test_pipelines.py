@@ -157,6 +157,19 @@ def test_of_a_damaged_pipeline_the_transformer_alone_is_written(damage, why, pip
     assert names(tmp_path / "out") == {"README.md", "transformer"}
 
 
+def test_of_a_model_of_a_part_of_t_only_an_expert_is_written_alone(pipeline, output, tmp_path, capfd):
+    found, _ = checkpoint.latest(output)
+    part = {"objective": {"name": "flow_matching", "t_range": [0.5, 1.0]}}
+    write_state(found.folder, found.state | {"run": found.state["run"] | part})
+    for number, second in enumerate((None, "SanaTransformer2DModel")):
+        index = INDEX | {"transformer_2": [second and "diffusers", second]}
+        (pipeline / "model_index.json").write_text(json.dumps(index))
+        export_command.run(output, tmp_path / f"{number}")
+    assert names(tmp_path / "0") == WHOLE
+    assert names(tmp_path / "1") == {"README.md", "transformer"}
+    assert f"{pipeline} has two experts; replace the one that training started from" in capfd.readouterr().err
+
+
 def test_a_full_disk_holds_nothing_of_an_export(output, pipeline, tmp_path):
     save_file({"a": torch.zeros(1 << 18)}, pipeline / WEIGHTS)
     with mounted(tmp_path / "disk", "size=600k") as disk:

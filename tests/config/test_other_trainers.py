@@ -59,6 +59,8 @@ def test_each_option_is_one_of_a_command():
         ("data.buckets=[512x768]", "data.buckets: it is a list of sizes, such as [[512, 768]]"),
         ("data.buckets=[512, 768]", "data.buckets: it is a list of sizes, such as [[512, 768]]"),
         ("network={linear: 16}", "network: unknown key; did you mean strategy.lora? ({rank: 16, alpha: 16})"),
+        ("strategy.lora_base=int8", "strategy.lora_base: unknown key; did you mean strategy.lora.base? (bf16, int8, "),
+        ("data.conditioning_data=edges", "data.conditioning_data: unknown key; did you mean data.images.reference?"),
         ("strategy.engine=DDP", "strategy.engine is 'DDP', which is unknown; did you mean ddp?"),
         ("train.lr_schedule=cosine_with_restarts", "train.lr_schedule is 'cosine_with_restarts', which is unknown; "
          "did you mean cosine? (without restarts)"),

@@ -108,6 +108,7 @@ def test_all_problems_of_values_are_reported_at_once():
         ("data.read_threads=0", "data.read_threads is 0, and 1 or more was expected"),
         ("strategy.optimizer.betas=[0.9, 1]", "strategy.optimizer.betas.1 is 1, and a number below 1 was expected"),
         ("strategy.optimizer.betas=[0.9]", "strategy.optimizer.betas is [0.9], and a list of 2 was expected"),
+        ("strategy.optimizer.betas=[]", "strategy.optimizer.betas is [], and a list of 2 was expected"),
         ("strategy.optimizer.betas=0.9", "strategy.optimizer.betas is 0.9, and a list was expected"),
         ("strategy.world_size=100000", "strategy.world_size is 100000, and 4096 or less was expected"),
         ("train.timeout=.inf", "train.timeout is inf, and a finite number was expected"),

@@ -120,7 +120,9 @@ def test_pickles_are_not_opened(part, handed):
     file.unlink()
     for name in ("pytorch_model.bin", "diffusion_pytorch_model.bin"):
         torch.save({"shared.weight": Harm()}, file.with_name(name))
-    assert "cannot be loaded: " in refused(handed, part)
+    problem = refused(handed, part)
+    assert "cannot be loaded: it has no model.safetensors or diffusion_pytorch_model.safetensors; " in problem
+    assert "; pytorch_model.bin is a pickle, which may run any code; take the .safetensors of it" in problem
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "vae"])

@@ -431,7 +431,10 @@ def test_pipelines_that_cannot_be_used_are_named(tmp_path):
         load()
     tiny_pipelines.save(tmp_path, "WanPipeline")
     (tmp_path / "text_encoder/model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"encoders\.text\.pipeline: text_encoder: .* cannot be loaded"):
+    with pytest.raises(UserError, match=r"encoders\.text\.pipeline: text_encoder: .* cannot be loaded: it has no m"):
+        load()
+    shutil.rmtree(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match=r"tokenizer: .*/tokenizer: it is missing; fetch the model by `hf download`$"):
         load()
 
 

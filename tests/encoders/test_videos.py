@@ -45,8 +45,9 @@ def test_images_are_videos_of_one_frame_and_stay_images():
     image = Image.new("RGB", (8, 8))
     assert bucket_pixels(image, [(8, 8), (5, 8, 8)], "rgb")[1].shape == (3, 8, 8)
     assert bucket_pixels(image, [(1, 8, 8), (5, 8, 8)], "gray")[1].shape == (1, 1, 8, 8)
-    with pytest.raises(Unusable, match=r"^video of 4 frames at data\.fps; the shortest bucket has 5$"):
-        bucket_pixels(frames(4), [(9, 8, 8), (5, 8, 8)], "rgb")
+    for count, found in ((4, "4 frames"), (1, "1 frame")):
+        with pytest.raises(Unusable, match=rf"^video of {found} at data\.fps; the shortest bucket has 5$"):
+            bucket_pixels(frames(count), [(9, 8, 8), (5, 8, 8)], "rgb")
     with pytest.raises(Unusable, match=r"^video without frames$"):
         bucket_pixels(iter(()), LENGTHS, "rgb")
 

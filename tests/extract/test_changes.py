@@ -190,6 +190,60 @@ def test_edits_that_keep_the_size_are_noticed_and_copies_are_not_taken_for_edits
     assert "caption B" in trained_on(features)
 
 
+def test_a_dry_run_names_what_training_would_not_see(folder, tmp_path):
+    features, images = tmp_path / "f", str(folder)
+    encode(images, features)
+
+    def notes(*sources):
+        settings = [f"data.images={json.dumps(sources)}", f"data.features={features}", "data.buckets=[[8,8]]"]
+        settings += ["strategy.global_batch_size=32", f"output={tmp_path / 'run'}"]
+        done = in_process("train", "--dry-run", "--config", DIGITS, *with_set([*SINGLE, *settings]))
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stderr.splitlines() if "data.images" in line]
+
+    extract = "`bigdit extract --config RUN.yaml`"
+    assert notes(images) == notes({"path": images, "repeats": 3}) == []
+    assert notes(images, {"path": images, "caption": "a dog"}) == [
+        f"note: data.images[1] is not encoded into {features}; {extract} adds it"
+    ]
+    for other in ({"mask": "alpha"}, {"tags": {"variants": 2}}, {"buckets": [[8, 8]]}):
+        assert notes({"path": images} | other) == [
+            f"note: data.images[0] had other settings when it was encoded into {features}; set them back, or set "
+            "another data.features and extract again"
+        ]
+        assert encode({"path": images} | other, features).returncode == 1
+    for name in "xyz":
+        save(folder / f"{name}.png", f"caption {name}")
+    changed(images, features, ["--end-index", "6"])  # like one that is killed
+    assert notes(images) == [
+        f"note: the last changes of data.images are not all encoded into {features}; {extract} finishes it"
+    ]
+    encode([images, images], features)
+    assert notes(images) == [f"note: {features} has 2 sources, and data.images 1; training takes all of {features}"]
+
+
+def test_crops_and_mirror_images_that_a_source_gets_later_are_encoded(tmp_path):
+    for at in range(2):
+        save(tmp_path / f"images/{at}.png", f"caption {at}", gradient(24, 8).point(lambda value, at=at: value + at))
+
+    def latents(source, features):
+        assert encode(source, features).returncode == 0
+        store, found = FeatureStore.open(features), []
+        order, _ = plan_order(store, 1, 0, None, 0, features)
+        for step in range(order.batches_before(1)):
+            batch = order.batch(step)
+            part, row = store.part(int(batch.parts[0])), int(batch.rows[0])
+            (name,) = (each for each in load_file(part.header.path) if each.startswith("latent/"))
+            found.append(load_file(part.header.path)[name][row].float().numpy().tobytes())
+        return sorted(found)
+
+    plain = {"path": str(tmp_path / "images")}
+    for number, how in enumerate([{}, {"crops": 3}, {"crops": 2, "flip": True}, {"flip": True}, {}]):
+        found = latents(plain | how, tmp_path / "grown")
+        assert found == latents(plain | how, tmp_path / f"fresh-{number}"), how
+        assert len({*found}) == 2 * how.get("crops", 1) * (1 + how.get("flip", False))
+
+
 def test_parts_that_are_not_encoded_yet_take_what_there_is(folder, tmp_path):
     assert encode(str(folder), tmp_path / "f", options=["--end-index", "2"]).returncode == 0
     (folder / "c.bmp").unlink()

@@ -146,6 +146,9 @@ def test_masks_of_another_folder_have_the_paths_of_their_images(tmp_path, capsys
         UserError, match=r"^data\.images\.mask: the folder mask does not exist .*; did you mean masks\?"
     ):
         opened({"path": "images", "mask": "mask"})
+    (tmp_path / "mask").touch()
+    with pytest.raises(UserError, match=r"^data\.images\.mask: mask is not a folder; file and alpha are known, too$"):
+        opened({"path": "images", "mask": "mask"})
 
 
 @pytest.mark.parametrize("end", ["_mask", "-masklabel", "_Mask"])

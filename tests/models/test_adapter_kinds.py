@@ -155,6 +155,10 @@ def test_layers_and_ranks_are_chosen_by_rules():
     for settings, key in (({"targets": ("*.to_w",)}, "targets"), ({"ranks": {"ff.net.0": 2}}, "ranks")):
         with pytest.raises(UserError, match=re.escape(f"lora.{key}: no ")):
             equipped(Strategy(lora=LoraSpec(**settings)))
+    with pytest.raises(UserError, match=r"ends in 'to_v'; name 'to_v' in strategy\.lora\.targets, with the others to"):
+        equipped(Strategy(lora=LoraSpec(targets=("to_q",), ranks={"to_v": 2})))
+    with pytest.raises(UserError, match=r"ends in 'to_w'; did you mean (to_[kqv](, )?){3}\?$"):
+        equipped(Strategy(lora=LoraSpec(ranks={"to_w": 2})))
     for settings in ({"targets": ("attn1",)}, {"ranks": {"attn1": 2}}):
         with pytest.raises(UserError, match=re.escape("ends in 'attn1'; did you mean '*.attn1.*'?")):
             equipped(Strategy(lora=LoraSpec(**settings)))

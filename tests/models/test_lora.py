@@ -59,9 +59,11 @@ def unpacked(layer):
 
 @pytest.mark.parametrize("base", ["bf16", "int8", "fp8", "nf4"])
 def test_magnitudes_learn_next_to_the_adapters_and_start_as_the_base(base):
-    """A magnitude for each row of an adapted weight. With adapters of zero the prediction is the base's."""
+    """A magnitude for each row of an adapted weight, also outside the blocks, where no weight is quantised. With
+    adapters of zero the prediction is the base's."""
+    targets = ("*.attn?.to_*", "proj_out")
     plain, dora = (
-        Strategy(lora=LoraSpec(rank=4, base=base, dora=dora), optimizer=OptimizerSpec(lr=1e-2))
+        Strategy(lora=LoraSpec(rank=4, base=base, dora=dora, targets=targets), optimizer=OptimizerSpec(lr=1e-2))
         for dora in (False, True)
     )
     predictions, batch = [], one_batch().to(CPU, torch.bfloat16)
@@ -76,7 +78,7 @@ def test_magnitudes_learn_next_to_the_adapters_and_start_as_the_base(base):
     losses = [train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(6)]
     assert losses[-1] < losses[0] - 0.05
     after = full_weights(engine)
-    assert len(before) == len(after) // 3 == len(family.blocks(model)) * 2 * 4
+    assert len(before) == len(after) // 3 == len(family.blocks(model)) * 2 * 4 + 1
     for name, weight in before.items():
         layer = model.get_submodule(name.split(".lora_")[0]).get_base_layer()
         rows = unpacked(layer).float().norm(dim=1)
@@ -235,10 +237,19 @@ def test_other_adapters_start_from_these_elsewhere(tmp_path, features, trained, 
         change, was = (each[up] @ each[up.replace("lora_B", "lora_A")] for each in (ended, before))
         torch.testing.assert_close(change, was, atol=2e-2 * was.abs().max().item(), rtol=0)  # bf16
     assert "note: model.lora_from: 16 layers start from it" in capsys.readouterr().err
-    for source in (found.folder, export):
-        named = f"set model.init_from to the weights they are for.* and model.lora_from to {source}$"
-        with pytest.raises(UserError, match=f"^model.init_from: {source} holds only LoRA adapters; {named}"):
+    within = {each: each for each in (found.folder, export, export.parent)} | {tmp_path / "run": found.folder}
+    for source, named in within.items():
+        fix = f"set model.init_from to the weights they are for.* and model.lora_from to {named}$"
+        with pytest.raises(UserError, match=f"^model.init_from: {named} holds only LoRA adapters; {fix}"):
             run_to(2, tmp_path / "other", features, *settings, f"model.init_from={source}")
+    whole = (
+        f"^model.init_from: {trained} is the output of a run; name a checkpoint of it, such as {trained}/checkpoints/"
+    )
+    with pytest.raises(UserError, match=whole):
+        run_to(2, tmp_path / "other", features, *settings, f"model.init_from={trained}")
+    run_to(2, tmp_path / "lokr", features, "strategy.lora={kind: lokr, rank: 4}", *settings[1:])
+    with pytest.raises(UserError, match=r"its tensor \S+lokr_w1\S* is of LoKr, and LoRA was expected"):
+        run_to(2, tmp_path / "other", features, *settings, f"model.lora_from={tmp_path / 'lokr/exports/step-00000002'}")
     lacks = f"model.lora_from: {found.folder}: it adapts .*, and strategy.lora.targets leaves that out"
     with pytest.raises(UserError, match=lacks):
         run_to(

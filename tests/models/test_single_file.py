@@ -161,13 +161,14 @@ def test_files_are_named_for_what_they_are(tmp_path, name, content, what):
             {"blocks.0.lora_A.weight": torch.ones(2)},
             "some.safetensors holds a LoRA; name it in model.lora_f",
         ),
-        ("flux", {}, "diffusers finds none of it there; its first tensor is some.weight"),
+        ("flux", {}, "diffusers finds none of it there, or other .*; its first tensor is some.weight; take a folder"),
         ("hunyuan-image", {}, "diffusers converts no single file of HunyuanImageTransformer2DModel; take its folder"),
         (
             "wan-t2v",
             {"q.weight": torch.ones(2).byte(), "q.weight_scale": torch.ones(1)},
             "q.weight is quantised in uint8",
         ),
+        ("flux", {"q.weight": torch.ones(2).char()}, "q.weight is quantised in int8; fp8, 16 and 32 bits are read"),
     ],
 )
 def test_a_file_of_something_else_is_said_so(tmp_path, name, more, what):

@@ -136,3 +136,7 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
     asked = (f"model={json.dumps(wide)}", f"output={tmp_path / 'run'}")
     refused = refusal(folder / "run.yaml", *asked)
     assert "it has 8 channels of masked images, and FluxTransformer2DModel takes 9" in refused
+    colours(9).save(tmp_path / "a.png")
+    (tmp_path / "a.mask.png").write_bytes(b"no image")
+    drawn = f"samples={{captions: [a], images: [{tmp_path / 'a.png'}]}}"
+    assert "cannot be read: a.mask.png: damaged image: " in refusal(folder / "run.yaml", drawn, asked[1])

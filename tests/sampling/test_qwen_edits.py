@@ -232,7 +232,7 @@ def test_samples_of_one_and_of_two_references_are_what_the_pipeline_makes_of_the
         assert done.returncode == 0, done.stderr
     pictures = [part for each in (*pair, pair[0]) for part in ("--image", each)]
     done = in_process("sample", "--checkpoint", runs[0], "--caption", "put it", *pictures, "--out", tmp_path / "none")
-    assert ": 3 were given for 1 captions; pass 2 " in " ".join(done.stderr.split())
+    assert ": found 3 images for 1 caption; pass 2 " in " ".join(done.stderr.split())
     refused = {"null": "encoded with data.min_references 1, and the run has none",
                "3": "min_references is 3, and references is 2"}  # fmt: skip
     for least, problem in refused.items():

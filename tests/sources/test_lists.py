@@ -118,6 +118,20 @@ def test_metadata_of_a_folder_is_found(tmp_path, name, capsys):
     assert [now.name for then, now in edited if then.captions != now.captions] == ["a.png"]
 
 
+def test_rows_of_metadata_that_are_not_used_are_named(tmp_path, capsys):
+    save(tmp_path / "a.png", None)
+    rows = [{"file_name": name, "text": name} for name in ("a.png", "./a.png")]
+    (tmp_path / "metadata.jsonl").write_text(lines(*rows))
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,x\n")
+    (tmp_path / "LIST.JSONL").write_text(lines(*rows))
+    assert texts(opened(str(tmp_path)).items(0, 1)[0]) == [("./a.png", 1)]
+    assert [line.removeprefix("data.images: ") for line in capsys.readouterr().err.splitlines()] == [
+        f"{tmp_path}/metadata.csv is ignored, because metadata.jsonl is beside it; put its rows there",
+        "metadata.jsonl row 2: a.png has an earlier row, which is ignored",
+        f"other files in {tmp_path} are ignored: 1 .JSONL file; to read a list or a table, name its path",
+    ]
+
+
 def test_columns_of_metadata_are_chosen_as_of_a_table(tmp_path, capsys):
     save(tmp_path / "a.png", None)
     (tmp_path / "metadata.jsonl").write_text(lines({"file_name": "a.png", "text": "short", "caption": "long"}))
@@ -276,10 +290,18 @@ def test_a_list_in_a_folder_is_named(tmp_path, capsys):
 def test_a_row_with_too_few_or_too_many_references_says_how_many_are_read(tmp_path):
     for name in "abcd":
         save(tmp_path / f"{name}.png", None)
-    given = [[], ["b.png"], ["b.png", "c.png"], ["b.png", "c.png", "d.png"], ["b.png", "gone.png"]]
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    given = [
+        [],
+        ["b.png"],
+        ["b.png", "c.png"],
+        ["b.png", "c.png", "d.png"],
+        ["b.png", "gone.png"],
+        ["b.png", "bad.png"],
+    ]
     rows = [{"image": "a.png", "caption": "put it", "reference": each} for each in given]
     (tmp_path / "list.jsonl").write_text(lines(*rows))
-    none, one, two, many, gone = opened(str(tmp_path / "list.jsonl"), references=2).items(0, 9)
+    none, one, two, many, gone, bad = opened(str(tmp_path / "list.jsonl"), references=2).items(0, 9)
     assert len(two.load().references) == 2
     assert [reason(item) for item in (none, one, many, gone)] == [
         "column reference names no image (list.jsonl row 1)",
@@ -287,6 +309,8 @@ def test_a_row_with_too_few_or_too_many_references_says_how_many_are_read(tmp_pa
         "column reference names 3 images, and data.references is 2 (list.jsonl row 4)",
         "reference: image gone.png is missing; its path is relative to the table (list.jsonl row 5)",
     ]
+    assert reason(bad).startswith("reference 2: damaged image: ")
+    assert reason(bad).endswith(" (list.jsonl row 6)")
     _, one, *_ = opened(str(tmp_path / "list.jsonl"), references=2, min_references=1).items(0, 9)
     assert len(one.load().references) == 1
     _, one, two, *_ = opened(str(tmp_path / "list.jsonl"), references=3, min_references=2).items(0, 9)

@@ -147,6 +147,20 @@ def test_crops_and_mirror_images_are_samples_of_their_own(tmp_path):
     assert opened(plain, min_side=9).identity["sources"] != opened(plain).identity["sources"]
 
 
+@pytest.mark.parametrize("form", ["folder", "list"])
+def test_references_are_mirrored_with_their_image(tmp_path, form):
+    save(tmp_path / "a.png", "turn it", gradient(16, 8))
+    names = ["a.reference.png", "a.reference2.png"]
+    for at, name in enumerate(names):
+        gradient(16, 8).rotate(180).point(lambda value, at=at: value + at).save(tmp_path / name)
+    (tmp_path / "list.jsonl").write_text(json.dumps({"image": "a.png", "caption": "turn it", "reference": names}))
+    path = str(tmp_path if form == "folder" else tmp_path / "list.jsonl")
+    whole, mirrored = (item.load() for item in opened({"path": path, "flip": True}, references=2).items(0, 9))
+    assert len(whole.references) == len(mirrored.references) == 2
+    for one, other in zip((whole.image, *whole.references), (mirrored.image, *mirrored.references), strict=True):
+        assert np.array_equal(np.asarray(one)[:, ::-1], np.asarray(other))
+
+
 def test_frames_of_a_video_are_mirrored_alike(tmp_path):
     frames = [gradient(16, 8), gradient(16, 8).transpose(Image.Transpose.FLIP_TOP_BOTTOM)]
     save(tmp_path / "a.gif", "a", frames[0], save_all=True, append_images=frames[1:], duration=100)

@@ -156,6 +156,9 @@ def test_weights_to_start_from(features, trained, tmp_path, kind):
     )
     assert f"error: model.init_from: {folder} {what}" in other.stderr
     assert other.stderr.endswith("; they have num_layers 2, here 3\n")
+    chosen = (*TINY, *SINGLE, f"data.features={features}", f"model.init_from={folder}", "model.kwargs.num_layers=3")
+    checked = in_process("train", "--dry-run", "--config", DIGITS, *with_set([*chosen, f"output={tmp_path / 'b'}"]))
+    assert (checked.returncode, checked.stderr) == (1, other.stderr)
 
 
 def test_features_of_other_encoders_are_refused(features, tmp_path):

@@ -318,6 +318,7 @@ def test_what_text_encoders_exclude_is_an_error_of_one_line(case):
         "strategy.lora.dora=true": "text_encoders is for LoRA, and DoRA is trained; set text_encoders to false",
         "strategy.lora.text_encoders=false": "text_encoder_lr is set, and text_encoders is false; set it to true",
         "encoders.text.dtype=fp32": "encoders.text.dtype is fp32, with strategy.precision bf16; set it to bf16",
+        "data.references=1": "which needs a cache; set strategy.lora.text_encoders to false, and strategy.features to",
     }
     for override, why in refused.items():
         more = ["data.features=/none"] if "cached" in override else []

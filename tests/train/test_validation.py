@@ -81,6 +81,7 @@ def test_an_expert_of_a_part_of_t_is_measured_within_it_and_generates_nothing_al
     asked = ("sample", "--checkpoint", output, "--caption", "a seven", "--out", tmp_path / "out")
     done = in_process(*asked)
     assert (done.returncode, "objective.t_range is [0.8, 1], and a model of a part" in done.stderr) == (1, True)
+    assert "`bigdit export` writes it for diffusers' pipeline" in " ".join(done.stderr.split())
     with pytest.raises(UserError, match=r"samples: objective.t_range is \[0.8, 1\]"):
         run_to(3, output, features, *HELD, *part, "samples.captions=[a seven]")
 

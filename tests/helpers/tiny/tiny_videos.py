@@ -42,13 +42,14 @@ def transparent(path, codec, pixels, tags=()):
     path.with_suffix(".txt").write_text("a caption")
 
 
-def moving_square(path, rightwards, frames=12, fps=16, side=32):
-    """A white square that crosses a black video, and a caption that describes it."""
+def moving_square(path, rightwards, frames=12, fps=16, side=32, height=None):
+    """A white square that crosses a black video of `side` × (`height` or `side`) pixels, and a caption that describes
+    it."""
     with av.open(path, "w") as container:
         stream = container.add_stream("mpeg4", rate=fps)
-        stream.width = stream.height = side
+        stream.width, stream.height = side, height or side
         for number in range(frames):
-            image = Image.new("RGB", (side, side))
+            image = Image.new("RGB", (stream.width, stream.height))
             place = 2 * number if rightwards else side - 8 - 2 * number
             image.paste("white", (place, 8, place + 8, 16))
             container.mux(stream.encode(av.VideoFrame.from_image(image)))
