@@ -301,11 +301,11 @@ def numerics(plan: Plan) -> str:
         return ""
     if base is not None:
         fits = [row for row in plan.front if row.verdict == "FITS"]
-        others = [row.samples_per_second_per_gpu.middle for row in fits if row.lossless]
-        if not others:
+        other = next((row for row in fits if row.title == plan.passed_over), None)
+        if other is None:
             return f" over a base quantised to {base}, since nothing lossless fits"
         alike = [row.samples_per_second_per_gpu.middle for row in (*fits, plan.chosen) if row.strategy.base == base]
-        times = max(alike) / max(others)
+        times = max(alike) / other.samples_per_second_per_gpu.middle
         return f" over a base quantised to {base}, up to {times:.2f} times as fast as over bf16, which is lossless"
     memory = f"{gib(plan.request.host_memory_bytes)} of {'assumed ' * plan.request.host_assumed}CPU memory"
     return f" with a lossy optimizer: nothing lossless fits with {memory} (--host-memory)"

@@ -111,6 +111,7 @@ def _plan(planner: Planner) -> Plan:
         packed_timeline=profile.packed_timeline,
         host=planner.host(profile),
         front=rows,
+        passed_over=None if planner.passed_over is None else planner.passed_over.title,
         rejected=tuple(planner.rejected),
         buckets=tuple(planner.limits.get(chosen.title, {}).values()),
         curves=curves(planner, chosen, ran),

@@ -337,10 +337,11 @@ class Plan(Strict):
     `ledger` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's recorded steps. `smaller` are
     smaller sizes of its step, in case training still runs out of memory. `curves` has the bytes of its process by
     micro-batch size, a curve for each number of recomputed blocks. `front` is the Pareto front of memory against speed.
-    `ran` has all that ran of explored options, at divisors of the global batch. `same_kernels` has usable bytes of GPUs
-    that run the same kernels, by title, the request's first. `buckets` is empty where the machine is short of memory:
-    no micro-batch fits then. `fixes` would fit, where nothing that was asked for does. `emulated`: the torch build that
-    ran on emulated GPUs.
+    `passed_over` is the title of its lossless estimate that a much faster one replaced. `ran` has all that ran of
+    explored options, at divisors of the global batch. `same_kernels` has usable bytes of GPUs that run the same
+    kernels, by title, the request's first. `buckets` is empty where the machine is short of memory: no micro-batch fits
+    then. `fixes` would fit, where nothing that was asked for does. `emulated`: the torch build that ran on emulated
+    GPUs.
     """
 
     request: ResolvedRequest
@@ -353,6 +354,7 @@ class Plan(Strict):
     packed_timeline: str = Field(repr=False)
     host: HostNeed
     front: tuple[Estimate, ...]
+    passed_over: str | None
     rejected: tuple[Rejected, ...]
     buckets: tuple[LargestMicroBatch, ...]
     curves: dict[str, dict[PositiveInt, NonNegativeInt]]

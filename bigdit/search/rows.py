@@ -118,7 +118,8 @@ def recommended(chosen: Estimate, rows: Sequence[Estimate]) -> str:
         return f"recommended: the fastest{among}"
     shared = any(each.strategy.cp > chosen.strategy.cp for each in fits)
     these = "these without context parallelism" if shared and chosen.strategy.cp == 1 else "these"
-    return f"recommended: within {SAME_SPEED:.0%} of the fastest{among}; of {these} it takes the least memory"
+    best = "swaps the fewest blocks" if swaps else "takes the least memory"
+    return f"recommended: within {SAME_SPEED:.0%} of the fastest{among}; of {these} it {best}"
 
 
 def _reason(row: Estimate, chosen: Estimate) -> str:

@@ -115,6 +115,7 @@ def made_plan() -> Plan:
         same_kernels={gpu.title: gpu.usable_bytes},
         smaller=(StepSize(micro_batch_size=4, grad_accum_steps=64, checkpointed_blocks=12),),
         without_machine=None,
+        passed_over=None,
         fixes=(),
         dataset=DatasetNeed(
             images=IMAGES,
