@@ -103,6 +103,18 @@ def test_where_nothing_else_fits_weights_wait_on_the_host(short: Plan) -> None:
 
 
 @pytest.mark.slow
+def test_of_equally_fast_strategies_the_one_with_the_fewest_swapped_blocks_is_recommended() -> None:
+    """More of them would leave GPU memory free for nothing."""
+    pins = ADAPTERS.model_copy(update={"lora_base": "bf16"})
+    plan = make_plan(resolved(SHORT, 4200, pins, buckets=()))
+    chosen, most = plan.chosen, max(plan.front, key=lambda row: row.strategy.blocks_to_swap)
+    assert (plan.verdict, most.verdict) == ("FITS", "FITS")
+    assert 0 < chosen.strategy.blocks_to_swap < most.strategy.blocks_to_swap
+    assert chosen.reason.endswith("; of these it swaps the fewest blocks")
+    assert any(rate(row) > rate(chosen) and row.strategy.blocks_to_swap for row in plan.front)
+
+
+@pytest.mark.slow
 def test_a_base_that_is_fixed_is_planned_alone() -> None:
     pins = ADAPTERS.model_copy(update={"lora_base": "fp8"})
     plan = make_plan(resolved(SHORT, 3400, pins, buckets=()))
