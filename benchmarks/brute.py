@@ -81,9 +81,11 @@ class Ran:
 
     def is_better(self, other: Ran) -> bool:
         """Whether the planner should have chosen it instead of `other`. If that one recomputes nothing, selective
-        checkpointing must be faster by more than the speeds' uncertainty: no real GPU has shown smaller gains."""
+        checkpointing must be faster by more than the speeds' uncertainty: no real GPU has shown smaller gains. So must
+        one that swaps more blocks: copies take CPU memory and PCIe."""
         selective = self.strategy.checkpointing == "selective" and self.strategy.checkpointed_blocks != 0
-        if selective and other.strategy.checkpointed_blocks == 0:
+        swaps_more = self.strategy.blocks_to_swap > other.strategy.blocks_to_swap
+        if swaps_more or (selective and other.strategy.checkpointed_blocks == 0):
             return self.much_faster(other) and self.beats(other)
         return self.beats(other)
 
