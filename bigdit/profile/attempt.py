@@ -58,7 +58,7 @@ class Attempt(Strict):
 
     `out_of_memory`: torch's message. `retries`: how often the allocator freed cached memory to find room. `reads`:
     copies from the GPU to CPU memory, before the optimizer steps. `launched`: by the second step. `packed_work` is a
-    Timeline without blocks; None if it was not counted.
+    Timeline without blocks; None if it was not counted. `block_bytes`: of the weights of each of the model's blocks.
     """
 
     out_of_memory: str | None
@@ -72,6 +72,7 @@ class Attempt(Strict):
     reads: NonNegativeInt
     launched: dict[str, Launched]
     packed_work: str | None
+    block_bytes: tuple[NonNegativeInt, ...] = ()
     seconds: NonNegativeFloat
 
     @property

@@ -89,6 +89,7 @@ def _run_watched(job: AttemptJob, host_bytes: int, run: Callable[[_Watch], None]
         reads=watch.reads,
         launched={} if message else watch.launched,
         packed_work=watch.packed_work,
+        block_bytes=watch.block_bytes,
         seconds=round(time.perf_counter() - began, 3),
     )
 
@@ -97,6 +98,8 @@ def _steps(job: AttemptJob, built: Built, watch: _Watch) -> None:
     request = job.request
     workload = prepare(request, built)
     watch.params = workload.params
+    blocks = workload.family.blocks(workload.model)
+    watch.block_bytes = tuple(sum(each.nbytes for each in block.parameters()) for block in blocks)
     counts = job.counted != "nothing"
     with group(request.strategy) as world, watching_linear() if counts else nullcontext():
         fed = replace(workload, make=unwritten(workload.make))
@@ -149,6 +152,7 @@ class _Watch(Witness):
         self.launched: dict[str, Launched] = {}
         self.params = self.reads = self.reserved_bytes = 0
         self.packed_work: str | None = None
+        self.block_bytes: tuple[int, ...] = ()
         self._counting: Counting | None = None
         self._phase: str | None = None
         self._counts = importlib.import_module("bigdit_emulated.libraries").read_counts

@@ -158,7 +158,7 @@ def _bytes_between_steps(attempt: Attempt) -> int:
 
 @dataclass(frozen=True)
 class Swapping:
-    """The effect of block swap: attempts with no block, `least` and `most` blocks swapped, and the `work` of each."""
+    """The effect of block swap: attempts with no block, `least` and `most` blocks swapped, and the `work` of most."""
 
     least: int
     most: int
@@ -168,8 +168,10 @@ class Swapping:
     work: Work
 
     def of(self, policy: Policy, blocks: int) -> Policy:
-        """`policy` with so many blocks swapped, interpolated between `least` and `most`."""
-        share = (blocks - self.least) / max(self.most - self.least, 1)
+        """`policy` with so many blocks swapped, interpolated between `least` and `most` by the bytes of their weights:
+        Flux.1's first blocks have more than twice those of its last ones."""
+        held, least, most = (sum(self.none.block_bytes[:each]) for each in (blocks, self.least, self.most))
+        share = (held - least) / max(most - least, 1)
 
         def between(few: float, many: float) -> float:
             return few + share * (many - few)
@@ -185,7 +187,7 @@ class Swapping:
             kept=policy.kept.plus(more["backward"]),
             left=policy.left.plus(more["backward"]),
             host=policy.host.plus(host),
-            work=policy.work + self.work * blocks,
+            work=policy.work + self.work * (held / most),
         )
 
 

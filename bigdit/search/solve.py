@@ -256,7 +256,7 @@ def _swapping(planner: Planner, strategy: Strategy, most: int) -> Swapping | Fai
         ran.append(each)
     none, few, every = ran
     work = work_of(every.work, places[2]) - work_of(none.work, places[0])
-    return Swapping(least, most, none, few, every, work * (1 / most))
+    return Swapping(least, most, none, few, every, work)
 
 
 def _swap_options(planner: Planner, option: Option, swapping: Swapping) -> list[Option]:
@@ -338,15 +338,11 @@ MUCH_FASTER = 1.3
 def _over_quantised(planner: Planner, best: Estimate) -> Estimate | None:
     """The best over a quantised base, recorded, where the fastest is MUCH_FASTER than the lossless `best`; else None.
 
-    A close `best` is recorded before: copies of swapped blocks are known exactly then. int8 has a tenth of nf4's error:
-    it is chosen where it is as fast.
+    int8 has a tenth of nf4's error: it is chosen where it is as fast.
     """
     if not best.lossless or not best.strategy.frozen:
         return None
     every = [each for option in planner.options.values() for each in planner.fitting(option) if not each.lossless]
-    times = max(map(rate, every), default=0) / rate(best) / MUCH_FASTER
-    if 1 - SAME_SPEED < times <= 1:
-        best = planner.record(best)
     found = [each for each in every if rate(each) > MUCH_FASTER * rate(best)]
     fast = [each for each in found if as_fast_as(each, max(found, key=rate))]
     exact = [each for each in fast if each.strategy.base == "int8"] or fast
