@@ -115,6 +115,20 @@ def test_of_equally_fast_strategies_the_one_with_the_fewest_swapped_blocks_is_re
 
 
 @pytest.mark.slow
+def test_copies_of_large_first_blocks_are_predicted_as_they_are_recorded() -> None:
+    pins = ADAPTERS.model_copy(update={"lora_base": "bf16"})
+    request = resolved(SHORT, 4400, pins, buckets=())
+    with EmulatedGpus(request.gpu) as gpus:
+        planner = Planner(request, gpus, Calibration())
+        recorded = search(planner)
+    option = planner.options[recorded.option]
+    predicted = planner.estimate(option, recorded.micro_batch_size, recorded.blocks)
+    (copies,) = (part for part in recorded.step.parts if part.startswith("copies"))
+    assert 4 < recorded.strategy.blocks_to_swap < 8
+    assert predicted.step.parts[copies].middle == pytest.approx(recorded.step.parts[copies].middle, rel=0.02)
+
+
+@pytest.mark.slow
 def test_a_base_that_is_fixed_is_planned_alone() -> None:
     pins = ADAPTERS.model_copy(update={"lora_base": "fp8"})
     plan = make_plan(resolved(SHORT, 3400, pins, buckets=()))
