@@ -161,11 +161,15 @@ def not_there(path: Path) -> str:
     return f"does not exist{where}" + (f"; did you mean {folder / near[0]}?" if near else "")
 
 
-def check_mounted(path: Path) -> None:
-    """Raise UserError if a missing file may be on a disk that is not mounted: the nearest folder above it is empty."""
+def empty_folder_above(path: Path) -> Path | None:
+    """The nearest folder above a missing file, if it is empty: a disk may not be mounted there."""
     for folder in path.parents:
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            if any(entries):
-                return
-            fix = "mount its disk, or remove that folder, and run again"
-            raise UserError(f"data.images: {path} is missing, and {folder} is empty: {fix}")
+            return None if any(entries) else folder
+    return None
+
+
+def not_mounted(path: Path, folder: Path) -> UserError:
+    """The error for a missing file that may be on a disk that is not mounted at `folder`."""
+    fix = "mount its disk, or remove that folder, and run again"
+    return UserError(f"data.images: {path} is missing, and {folder} is empty: {fix}")

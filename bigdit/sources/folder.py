@@ -44,7 +44,16 @@ from bigdit.sources.captions import (
 from bigdit.sources.captions import (
     SUFFIXES as CAPTIONS,
 )
-from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, check_mounted, not_there, read_file, sampled_digest, unreadable
+from bigdit.sources.disk import (
+    IMAGE_BYTES,
+    IMPOSSIBLE,
+    empty_folder_above,
+    not_mounted,
+    not_there,
+    read_file,
+    sampled_digest,
+    unreadable,
+)
 from bigdit.sources.image import (
     MASK,
     REFERENCE,
@@ -188,7 +197,8 @@ class FolderItem(Item):
                 raise Unusable(f"{self.path.name} is a link to nothing") from None
             if not self.root.exists():
                 raise unreadable(self.path, error) from None
-            check_mounted(self.path)
+            if empty := empty_folder_above(self.path):
+                raise not_mounted(self.path, empty) from None
             raise Unusable(f"{self.path.name} is missing") from None
 
 

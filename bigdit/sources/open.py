@@ -6,8 +6,9 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, assert_never
 
@@ -199,7 +200,7 @@ def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKin
 
 def _open_files(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -> Source:
     kind = _checked_kind(config, data, key)
-    rows: Rows
+    rows: Callable[[], Rows]
     match kind:
         case "folder":
             if config.frame_rate is None:
@@ -215,11 +216,11 @@ def _open_files(config: SourceConfig, data: DataConfig, key: str, clip: Clip | N
             tars = files_of(config, ".tar", key)
             return WebDataset(tars, data.features / INDEX, data.workers, key, config, clip)
         case "csv" | "json":
-            rows = open_rows(config.path, key, kind)
+            rows = partial(open_rows, config.path, key, kind)
         case "datasets" if any((config.path / name).exists() for name in (STATE, SPLITS)):
-            rows = FileRows(saved_files(config, key), "arrow", str(config.path), key)
+            rows = partial(FileRows, saved_files(config, key), "arrow", str(config.path), key)
         case "datasets" | "parquet":
-            rows = FileRows(files_of(config, ".parquet", key), "parquet", str(config.path), key)
+            rows = partial(FileRows, files_of(config, ".parquet", key), "parquet", str(config.path), key)
         case _:
             assert_never(kind)
     return TableSource(kind, rows, config, key, clip, data.reference_counts)

@@ -13,7 +13,7 @@ import tokenize
 import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -28,8 +28,9 @@ from bigdit.sources.disk import (
     IMAGE_BYTES,
     OF_WINDOWS,
     WINDOWS,
-    check_mounted,
     check_size,
+    empty_folder_above,
+    not_mounted,
     read_file,
     sampled_digest,
 )
@@ -78,11 +79,43 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
+class Table:
+    """A table to read again in another process. Equal for equal rows. `columns`: those that name images."""
+
+    digest: str
+    columns: tuple[str, ...]
+    open: Callable[[], Rows] = field(compare=False)
+
+    def names_others(self, image: Path, folder: Path) -> bool:
+        """Whether the table names another image than `image` in `folder` or below it. Reads the table once."""
+        within = (parent for parent in _named(self) if parent == folder or folder in parent.parents)
+        return any(parent / name != image for parent in within for name in _named(self)[parent])
+
+
+@lru_cache(maxsize=1)
+def _named(table: Table) -> Mapping[Path, Collection[str]]:
+    """The folders of the images that a table names, each with one or two of their names."""
+    rows = table.open()
+    found: dict[Path, set[str]] = {}
+    for start in range(0, len(rows), _ROWS):
+        for index, row in enumerate(rows.read(start, min(start + _ROWS, len(rows)), table.columns), start):
+            cells = () if isinstance(row, Unusable) else (row[column] for column in table.columns)
+            for image in (each for cell in cells for each in _images(cell, rows.base(index))):
+                if isinstance(image, ImageFile) and len(names := found.setdefault(image.path.parent, set())) < 2:
+                    names.add(image.path.name)
+    return found
+
+
+_ROWS = 1024  # read at a time
+
+
+@dataclass(frozen=True)
 class ImageFile:
     """An image file that a table names. It may be missing. `relative`: its path is relative to the table's folder."""
 
     path: Path
     relative: bool = False
+    table: Table | None = None
 
     def read(self) -> bytes:
         """The bytes of the file. Raises Unusable if it is missing, and UserError if its disk may be."""
@@ -116,7 +149,9 @@ class ImageFile:
                 raise Unusable("image is a URL, which is not read; download it, and name the file") from None
             if WINDOWS.search(str(self.path)):
                 raise Unusable(f"image is {OF_WINDOWS}") from None
-            check_mounted(self.path)
+            empty = empty_folder_above(self.path)
+            if empty and self.table and self.table.names_others(self.path, empty):
+                raise not_mounted(self.path, empty) from None
             hint = "; its path is relative to the table" if self.relative else ""
             raise Unusable(f"image {self.path.name} is missing{hint}") from None
         except ValueError:
@@ -218,16 +253,18 @@ class TableSource:
     def __init__(
         self,
         kind: SourceKind,
-        rows: Rows,
+        opened: Callable[[], Rows],
         config: SourceConfig,
         key: str,
         clip: Clip | None = None,
         references: range = range(0),
     ) -> None:
-        """`clip`: the part of videos to read. `references`: how many images come before an edit.
+        """`opened`: opens the rows, here and in workers. `clip`: the part of videos to read. `references`: how many
+        images come before an edit.
 
-        Raises UserError, which names `key`, for missing columns or no rows.
+        Raises UserError, which names `key`, for missing columns or no rows, and as `opened`.
         """
+        rows = opened()
         self._columns = choose(config, rows.columns, rows.where, key, bool(references))
         if not len(rows):
             raise UserError(f"{key}: {rows.where} has no rows")
@@ -236,6 +273,8 @@ class TableSource:
         edits = f" {self._columns.reference}" if references else ""
         digest = xxhash.xxh3_128_hexdigest(f"{rows.digest} {self._columns}{edits}".encode())
         self.identity = {"kind": kind, "count": len(rows), "digest": digest}
+        images = (self._columns.image, self._columns.reference)
+        self._table = Table(digest, tuple(each for each in images if each is not None), opened)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -253,13 +292,13 @@ class TableSource:
         name, columns, base = self._rows.name(index), self._columns, self._rows.base(index)
         if isinstance(row, Unusable):
             return TableItem(index, name, row, columns, None, self._clip)
-        image = _image(row[columns.image], base)
-        edited = () if columns.reference is None else _listed(row[columns.reference], base)
+        image = _image(row[columns.image], base, self._table)
+        edited = () if columns.reference is None else _images(row[columns.reference], base, self._table)
         where, name = (name, str(row[columns.image])) if isinstance(image, ImageFile) else (None, name)
         return TableItem(index, name, row, columns, image, self._clip, edited, where, self._edited)
 
 
-def _image(cell: Any, base: Path) -> ImageBytes | None:
+def _image(cell: Any, base: Path, table: Table | None = None) -> ImageBytes | None:
     """The image of a cell: its bytes, also in base64, or its path relative to `base`."""
     if isinstance(cell, ImageBytes):
         return cell
@@ -267,12 +306,12 @@ def _image(cell: Any, base: Path) -> ImageBytes | None:
         return None
     if _BASE64.match(cell):
         return ImageText(cell)
-    return ImageFile(base / cell, relative=not Path(cell).is_absolute())
+    return ImageFile(base / cell, not Path(cell).is_absolute(), table)
 
 
-def _listed(cell: Any, base: Path) -> tuple[ImageBytes, ...]:
+def _images(cell: Any, base: Path, table: Table | None = None) -> tuple[ImageBytes, ...]:
     """The images of a cell: one, or a list of paths."""
-    found = (_image(each, base) for each in _values(cell))
+    found = (_image(each, base, table) for each in _values(cell))
     return tuple(each for each in found if each is not None)
 
 

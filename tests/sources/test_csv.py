@@ -1,6 +1,7 @@
 """CSV and TSV as sources: rows as written, columns and their weights, and rows that cannot be used."""
 
 import csv
+import pickle
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from tiny_sources import opened, reason, texts, value
 
 from bigdit.errors import UserError
+from bigdit.sources.protocol import Unusable
 from bigdit.sources.text_rows import CsvRows
 
 
@@ -38,22 +40,43 @@ def test_a_csv_names_images_relative_to_itself(folder):
 
 
 def test_a_missing_image_is_one_bad_row_unless_its_disk_may_be_missing(folder):
-    """The folder of a disk that is not mounted is there, and empty."""
-    (folder / "list.csv").write_text(
+    """The folder of a disk that is not mounted is there, and empty, and other rows name images there."""
+    table = folder / "list.csv"
+    table.write_text(
         f"path,caption\nelsewhere/1.png,one\n{folder}/elsewhere/1.png,two\n/nowhere/1.png,three\nimages/1.png,four\n"
     )
-    items = opened(str(folder / "list.csv")).items(0, 4)
-    assert [reason(item) for item in items[:3]] == [
+    *missing, there = sent(opened(str(table)).items(0, 4))
+    one_bad_row = [
         "image 1.png is missing; its path is relative to the table (list.csv row 1)",
         "image 1.png is missing (list.csv row 2)",
         "image 1.png is missing (list.csv row 3)",
     ]
-    assert value(items[3].load()) == 1
+    assert [reason(item) for item in missing] == one_bad_row
+    assert value(there.load()) == 1
     (folder / "elsewhere").mkdir()
+    assert [reason(item) for item in missing] == one_bad_row
+    table.write_text(table.read_text() + "elsewhere/more/2.png,five\n")
     line = rf"data\.images: {folder}/elsewhere/1\.png is missing, and {folder}/elsewhere is empty: mount its disk, or"
-    for item in items[:2]:
+    for item in sent(opened(str(table)).items(0, 2)):
         with pytest.raises(UserError, match=line):
             item.load()
+
+
+def test_a_disk_of_references_may_be_missing_too(folder):
+    (folder / "before").mkdir()
+    rows = [f"{number}.png,a cat,{{}}" for number in (1, 2)]
+    for second, stops in ("images/2.png", False), ("before/2.png", True):
+        texts = [row.format(reference) for row, reference in zip(rows, ("before/1.png", second), strict=True)]
+        (folder / "list.csv").write_text("path,caption,reference\n" + "".join(f"images/{text}\n" for text in texts))
+        source = {"path": str(folder / "list.csv"), "reference": "reference"}
+        (item, _) = sent(opened(source, references=1).items(0, 2))
+        with pytest.raises(UserError if stops else Unusable, match=r"1\.png is missing"):
+            item.load()
+
+
+def sent(items):
+    """Items as a worker gets them."""
+    return pickle.loads(pickle.dumps(items))
 
 
 def test_a_cell_may_hold_a_list_of_captions(folder):
