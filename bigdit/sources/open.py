@@ -237,8 +237,8 @@ def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
         and not has_metadata(config.path)
     ):
         raise UserError(
-            f"{key}: {config.path} is a folder without {' or '.join(METADATA)}, so it has no columns; leave out image "
-            "and captions"
+            f"{key}: {config.path} is a folder without {METADATA[0]}, .csv or .parquet, so it has no columns; "
+            "leave out image and captions"
         )
     if kind == "folder" and config.label not in (None, FOLDER):
         raise UserError(
@@ -360,7 +360,7 @@ def _kinds_within(folder: Path) -> set[SourceKind]:
         return set()  # opening it as a folder raises
     if names & {STATE, SPLITS}:
         return {"datasets"}
-    suffixes = {os.path.splitext(name)[1].lower() for name in names}
+    suffixes = {os.path.splitext(name)[1].lower() for name in names.difference(METADATA)}
     found: set[SourceKind] = {KINDS[suffix] for suffix in suffixes & {".tar", ".parquet"}}
     if suffixes & set(SUFFIXES):
         found.add("folder")

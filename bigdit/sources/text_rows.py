@@ -26,9 +26,10 @@ from bigdit.errors import UserError
 from bigdit.files import leads_out, lfs_pointer, open_file
 from bigdit.sources.captions import UTF_16
 from bigdit.sources.disk import not_there, read_range
+from bigdit.sources.file_rows import FileRows
 from bigdit.sources.image import SUFFIXES
 from bigdit.sources.protocol import Entry, Unusable
-from bigdit.sources.tables import CAPTION_COLUMNS, IMAGE_COLUMNS, Cells, Row, captions_of, choose
+from bigdit.sources.tables import CAPTION_COLUMNS, IMAGE_COLUMNS, Cells, Row, Rows, captions_of, choose
 from bigdit.units import how_many
 
 BLOCK = 1024  # rows that are read at a time
@@ -299,7 +300,8 @@ def open_rows(path: Path, key: str, kind: SourceKind) -> TextRows:
     return CsvRows(path, key) if kind == "csv" else JsonRows(path, key)
 
 
-METADATA = ("metadata.jsonl", "metadata.csv")
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_KINDS: Mapping[str, SourceKind] = {".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _NAMED = 3  # the rows that a message names
 
 
@@ -322,7 +324,10 @@ class Metadata:
         self._folder, self._key, self._where = folder, key, path
         self._rows: dict[str, str] = {}
         self._problems: list[str] = []
-        rows = open_rows(path, key, "csv" if path.suffix == ".csv" else "json")
+        parquet = path.suffix == ".parquet"
+        rows: Rows = (
+            FileRows([path], "parquet", str(path), key) if parquet else open_rows(path, key, _KINDS[path.suffix])
+        )
         named = config.image or ("file_name" if "file_name" in rows.columns else None)
         try:
             columns = choose(config.model_copy(update={"image": named}), rows.columns, rows.where, key)

@@ -164,8 +164,8 @@ def test_edits_that_keep_the_size_are_noticed_and_copies_are_not_taken_for_edits
     done = in_process(*columns)
     assert (done.returncode, done.stderr) == (
         1,
-        f"error: data.images: {copy} is a folder without metadata.jsonl or metadata.csv, so it has no columns; leave "
-        "out image and captions\n",
+        f"error: data.images: {copy} is a folder without metadata.jsonl, .csv or .parquet, so it has no columns; "
+        "leave out image and captions\n",
     )
     (copy / "a.txt").write_text("caption A")
     done = in_process(*dry)

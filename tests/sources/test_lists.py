@@ -5,6 +5,8 @@ import json
 import math
 import unicodedata
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tiny_sources import opened, png, reason, save, texts, value
 
@@ -116,6 +118,20 @@ def test_metadata_of_a_folder_is_found(tmp_path, name, capsys):
     assert opened(str(tmp_path)).identity["digest"] != source.identity["digest"]
     edited = zip(source.entries(), opened(str(tmp_path)).entries(), strict=True)
     assert [now.name for then, now in edited if then.captions != now.captions] == ["a.png"]
+
+
+def test_metadata_may_be_a_parquet_file(tmp_path, capsys):
+    for image in ("a.png", "below/b.png", "c.png"):
+        save(tmp_path / image, None)
+    rows = {"a.png": ["of a", "a"], "below/b.png": ["b"], "c.png": [], None: ["no name"], "gone.png": ["x"]}
+    pq.write_table(pa.table({"file_name": [*rows], "text": [*rows.values()]}), tmp_path / "metadata.parquet")
+    a, b, c = opened(str(tmp_path)).items(0, 9)
+    assert (texts(a), texts(b)) == ([("of a", 1), ("a", 1)], [("b", 1)])
+    assert reason(c) == "metadata.parquet row 2: caption column text is empty"
+    assert [line.removeprefix("data.images: ") for line in capsys.readouterr().err.splitlines()] == [
+        "metadata.parquet row 3: column file_name names no image",
+        f"1 row of {tmp_path}/metadata.parquet names no image: gone.png",
+    ]
 
 
 def test_rows_of_metadata_that_are_not_used_are_named(tmp_path, capsys):

@@ -105,7 +105,7 @@ def test_what_does_not_go_with_a_kind_is_reported_for_all_sources_at_once(tmp_pa
     with pytest.raises(UserError) as error:
         opened(sources)
     assert error.value.problems == (
-        f"data.images[0]: {tmp_path}/one is a folder without metadata.jsonl or metadata.csv, so it has no columns; "
+        f"data.images[0]: {tmp_path}/one is a folder without metadata.jsonl, .csv or .parquet, so it has no columns; "
         "leave out image and captions",
         f"data.images[1].kind: {tmp_path}/two holds files of folder and webdataset; say which is meant",
         f"data.images[2]: the folder {tmp_path}/three does not exist",

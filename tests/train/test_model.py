@@ -349,8 +349,8 @@ def test_images_that_extraction_refuses_are_refused(capsys, tmp_path, features, 
     status, _, message = dry_run(capsys, *columns, f"data.features={tmp_path / 'none'}")
     assert (status, message) == (
         1,
-        f"error: data.images: {images} is a folder without metadata.jsonl or metadata.csv, so it has no columns; leave "
-        "out image and captions\n",
+        f"error: data.images: {images} is a folder without metadata.jsonl, .csv or .parquet, so it has no columns; "
+        "leave out image and captions\n",
     )
     status, _, message = dry_run(capsys, f"data.images={tmp_path}", f"data.features={tmp_path / 'none'}")
     assert (status, message.partition(" (")[0]) == (1, f"error: data.images: {tmp_path} holds no images")
