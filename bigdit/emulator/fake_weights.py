@@ -1,8 +1,9 @@
 """`--fake-weights`: a hub cache of pipelines whose weights are holes in files. from_pretrained downloads nothing.
 
-Tokenizers have the right class, size and special tokens, but their pieces are runs of up to three letters. So a caption
-has at most about twice as many ids as with the published tokenizer, which changes bytes only where captions are not
-padded. Repositories are written from the catalogue: the configs of a pipeline, or of one component.
+Tokenizers have the right class, size and special tokens, but their pieces are common words, and runs of up to three
+letters of others. So a caption has about as many ids as with the published tokenizer, up to twice as many where its
+words are rare. That changes bytes only where captions are not padded. Repositories are written from the catalogue: the
+configs of a pipeline, or of one component.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -66,17 +67,40 @@ _CHAT = (
 
 
 def _merges(start: str = "", end: str = "") -> list[tuple[str, str]]:
-    """The merges of a byte pair encoding that makes runs of three letters. `start` or `end` marks those at a word's
-    start or end."""
+    """The merges of a byte pair encoding that makes common words, and of others runs of three letters. `start` or `end`
+    marks those at a word's start or end."""
     pairs = [(a, b) for a in _LETTERS for b in _LETTERS]
     if end:
         pairs += [(a, b + end) for a, b in pairs]
-        return pairs + [(a, first + second) for a in _LETTERS for first, second in pairs]
+        runs = pairs + [(a, first + second) for a in _LETTERS for first, second in pairs]
+        return _with_words(runs, ([*word[:-1], word[-1] + end] for word in _words()))
     threes = [(a, b, c) for a in _LETTERS for b, c in pairs]
     inside = [*pairs, *((a, b + c) for a, b, c in threes), *((a + b, c) for a, b, c in threes)]
     starts = [(start, a) for a in _LETTERS] + [(start, a + b) for a, b in pairs] + [(start + a, b) for a, b in pairs]
     starts += [(start, a + b + c) for a, b, c in threes]
-    return inside + starts + [(start + a, b + c) for a, b, c in threes] + [(start + a + b, c) for a, b, c in threes]
+    starts += [(start + a, b + c) for a, b, c in threes] + [(start + a + b, c) for a, b, c in threes]
+    return _with_words(inside + starts, ([*mark, *word] for word in _with_capitals() for mark in ("", start)))
+
+
+def _with_words(merges: list[tuple[str, str]], words: Iterable[list[str]]) -> list[tuple[str, str]]:
+    """The merges, and those that join what they leave of each word."""
+    ranks = {merge: rank for rank, merge in enumerate(merges)}
+    for pieces in words:
+        while len(pieces) > 1:
+            place = min(range(len(pieces) - 1), key=lambda i: ranks.get((pieces[i], pieces[i + 1]), len(ranks)))
+            left, right = pieces[place : place + 2]
+            ranks.setdefault((left, right), len(ranks))
+            pieces[place : place + 2] = [left + right]
+    return [*ranks]
+
+
+def _words() -> list[str]:
+    """Common words of captions and of pipelines' templates. Published tokenizers have one token for most of them."""
+    return " ".join(document()["words"]).split()
+
+
+def _with_capitals() -> list[str]:
+    return [*_words(), *map(str.capitalize, _words())]
 
 
 def _write_bpe(recipe: dict[str, Any], folder: Path) -> None:
@@ -199,14 +223,17 @@ _WRITERS = {"bpe": _write_bpe, "sentencepiece-bpe": _write_sentencepiece_bpe, "u
 
 
 def _pieces(room: int) -> list[str]:
-    """`room` pieces: single characters, then runs of letters by length, at the start of words and within them."""
+    """`room` pieces: single characters, common words, then runs of letters by length, at the start of words and within
+    them."""
     runs = (
         mark + "".join(letters)
         for length in itertools.count(2)
         for mark in (_WORD, "")
         for letters in itertools.product(_LETTERS, repeat=length)
     )
-    return [_WORD, *_ASCII, *(_WORD + letter for letter in _LETTERS), *itertools.islice(runs, room)][:room]
+    words = (mark + word for word in _with_capitals() for mark in (_WORD, ""))
+    pieces = dict.fromkeys([_WORD, *_ASCII, *(_WORD + letter for letter in _LETTERS), *words])
+    return [*itertools.islice(dict.fromkeys(itertools.chain(pieces, itertools.islice(runs, room))), room)]
 
 
 def _vocabulary(tokens: list[str], size: int, special: dict[int, str]) -> dict[str, int]:
