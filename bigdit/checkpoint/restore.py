@@ -41,7 +41,8 @@ from bigdit.errors import UserError
 from bigdit.models.lora_files import FILE as ADAPTERS
 from bigdit.models.lora_files import PEFT_CONFIG, PEFT_FILE, TEXT_ENCODERS
 from bigdit.objective_spec import ObjectiveSpec, learned
-from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
+from bigdit.strategy import ADAPTERS as KINDS
+from bigdit.strategy import AdapterKind, LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.units import MIB, how_many, in_groups
 
 
@@ -91,10 +92,28 @@ def check_whole(source: Path) -> None:
             return
         check_whole(last.folder)
         raise UserError(f"{source} is the output of a run; name a checkpoint of it, such as {last.folder}")
+    kind = _kind_of_adapters(source)
+    if kind != "lora":
+        raise UserError(
+            f"{source} holds only {KINDS[kind]} adapters; merge them into the weights they are for{base} and set "
+            "model.init_from to these"
+        )
     raise UserError(
         f"{source} holds only LoRA adapters; set model.init_from to the weights they are for{base} and "
         f"model.lora_from to {source}"
     )
+
+
+def _kind_of_adapters(source: Path) -> AdapterKind:
+    """The kind of the adapters in a checkpoint, an export or a folder of peft."""
+    try:
+        if (source / STATE).is_file():
+            named = open_checkpoint(source).state["strategy"]["lora"]["kind"]
+        else:
+            named = str(read_json((_with_adapters(source) or source) / PEFT_CONFIG)["peft_type"]).lower()
+    except (OSError, ValueError, KeyError, TypeError):
+        named = "lora"  # diffusers' file
+    return next((kind for kind in KINDS if kind == named), "lora")
 
 
 _OF_TEXT = re.compile(r"(text_encoder|text_model|lora_te|bundle_emb\.)")
@@ -143,6 +162,9 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         if folder is None:
             check_exported(source)
             last, _ = latest(source)
+            if last is not None and (kind := _kind_of_adapters(last.folder)) != "lora":
+                fix = "merge it into the weights of model.init_from"
+                raise UserError(f"it is of {KINDS[kind]}, and LoRA was expected; {fix}")
             such = "(checkpoints/STEP of an output) or an export" if last is None else f"of it, such as {last.folder}"
             raise UserError(f"it holds no {ADAPTERS}; name a checkpoint {such}")
         check_exported(folder)
