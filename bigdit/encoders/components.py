@@ -191,7 +191,7 @@ def _missing_of_tokenizer(folder: Path, entry: Any) -> list[Path]:
     """The folder of a tokenizer if it is missing, or the files that it lacks."""
     if not folder.is_dir():
         return [folder]
-    kind = _class_of(*entry, folder) if isinstance(entry, list) and len(entry) == 2 else None
+    kind = _class_of(entry[0], entry[1], folder) if isinstance(entry, list) and len(entry) == 2 else None
     lacks = lacks_vocabulary(kind, folder)
     return [folder / _TOKENIZER] * (not (folder / _TOKENIZER).is_file()) + [folder / VOCABULARY] * lacks
 
