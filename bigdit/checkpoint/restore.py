@@ -161,12 +161,7 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         folder = _with_adapters(source)
         if folder is None:
             check_exported(source)
-            last, _ = latest(source)
-            if last is not None and (kind := _kind_of_adapters(last.folder)) != "lora":
-                fix = "merge it into the weights of model.init_from"
-                raise UserError(f"it is of {KINDS[kind]}, and LoRA was expected; {fix}")
-            such = "(checkpoints/STEP of an output) or an export" if last is None else f"of it, such as {last.folder}"
-            raise UserError(f"it holds no {ADAPTERS}; name a checkpoint {such}")
+            raise UserError(_instead_of_lora(source))
         check_exported(folder)
         source = folder / (ADAPTERS if (folder / ADAPTERS).is_file() else PEFT_FILE)
     problem = models.not_safetensors(source)
@@ -182,6 +177,23 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
             raise UserError(f"its lora_adapter_metadata or {PEFT_CONFIG} is no JSON of peft") from None
         config = {key.removeprefix("transformer."): value for key, value in described.items()}
         return {name: file.get_tensor(name) for name in file.keys()}, config  # noqa: SIM118
+
+
+def _instead_of_lora(source: Path) -> str:
+    """What a folder without LoRA holds, and what to name."""
+    last, _ = latest(source)
+    if last is None:
+        within = (source, source / "transformer")
+        whole = next((each for each in within if any(each.glob("diffusion_pytorch_model*"))), None)
+        if whole is None:
+            return f"it holds no {ADAPTERS}; name a checkpoint (checkpoints/STEP of an output) or an export"
+    elif last.state["strategy"].get("lora") is None:
+        whole = last.folder
+    elif (kind := _kind_of_adapters(last.folder)) != "lora":
+        return f"it is of {KINDS[kind]}, and LoRA was expected; merge it into the weights of model.init_from"
+    else:
+        return f"it holds no {ADAPTERS}; name a checkpoint of it, such as {last.folder}"
+    return f"it holds no LoRA, but a whole model; name {whole} in model.init_from"
 
 
 def check_start(spec: ModelSpec, source: Path) -> None:
