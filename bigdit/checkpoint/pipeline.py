@@ -62,7 +62,8 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
     if index.get(_TRANSFORMER) != ["diffusers", spec.class_name]:
         return f"{base / INDEX} has no {spec.class_name} as its transformer"
     if run.strategy.lora is not None and run.strategy.lora.kind != "lora":
-        return f"diffusers loads no {run.strategy.lora.title}; peft's PeftModel.from_pretrained loads it over {base}"
+        kind = run.strategy.lora.title
+        return f"diffusers loads no {kind}; peft's PeftModel.from_pretrained loads it over the transformer of {base}"
     if run.strategy.lora is not None:
         loader = models.loaded_by(spec.class_name, index.get("_class_name"))
         if loader is None:
