@@ -254,7 +254,11 @@ def find_checkpoint(path: Path) -> tuple[Checkpoint, list[str]]:
         return open_checkpoint(path), []
     found, notices = latest(path)
     if found is None:
-        raise UserError(*notices, f"--checkpoint {path}: neither a checkpoint nor the output of a run that saved one")
+        run = next((each for each in list(path.parents)[:3] if (each / CHECKPOINTS).is_dir()), None)
+        fix = "" if run is None else f"; name {run}, or one of {run / CHECKPOINTS}"
+        raise UserError(
+            *notices, f"--checkpoint {path}: neither a checkpoint nor the output of a run that saved one{fix}"
+        )
     return found, notices
 
 

@@ -24,7 +24,7 @@ from bigdit.files import check_regular, leads_out, lfs_pointer, read_bytes
 from bigdit.objective_spec import ObjectiveSpec, partial
 from bigdit.strategy import ModelSpec
 
-_TRANSFORMER, _SCHEDULER, _VAE = "transformer", "scheduler", "vae"
+_TRANSFORMER, _SECOND, _SCHEDULER, _VAE = "transformer", "transformer_2", "scheduler", "vae"
 _KEYS = "encoders.text.pipeline, and next to encoders.image.path and model.init_from,"
 
 
@@ -62,13 +62,15 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
     if index.get(_TRANSFORMER) != ["diffusers", spec.class_name]:
         return f"{base / INDEX} has no {spec.class_name} as its transformer"
     if run.strategy.lora is not None and run.strategy.lora.kind != "lora":
-        return f"diffusers loads no {run.strategy.lora.title}; peft's PeftModel.from_pretrained loads it over {base}"
+        kind = run.strategy.lora.title
+        return f"diffusers loads no {kind}; peft's PeftModel.from_pretrained loads it over the transformer of {base}"
     if run.strategy.lora is not None:
         loader = models.loaded_by(spec.class_name, index.get("_class_name"))
         if loader is None:
             return f"diffusers loads no adapters of {spec.class_name}; `bigdit sample` generates with them"
-        return f"load them over {base}, by {loader}"
-    if _is_part(index.get("transformer_2")) and partial(objective_of(spec, run.objective)) is not None:
+        second = run.model.init_from is not None and run.model.init_from.name == _SECOND
+        return f"load them over {base}, by {loader}{' with load_into_transformer_2=True' if second else ''}"
+    if _is_part(index.get(_SECOND)) and partial(objective_of(spec, run.objective)) is not None:
         return f"{base} has two experts; replace the one that training started from with transformer/"
     if run.encoders.text is not None and run.encoders.text.files:
         return f"encoders.text.files are not in {base}; replace its transformer with this one"

@@ -41,7 +41,8 @@ from bigdit.errors import UserError
 from bigdit.models.lora_files import FILE as ADAPTERS
 from bigdit.models.lora_files import PEFT_CONFIG, PEFT_FILE, TEXT_ENCODERS
 from bigdit.objective_spec import ObjectiveSpec, learned
-from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
+from bigdit.strategy import ADAPTERS as KINDS
+from bigdit.strategy import AdapterKind, LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.units import MIB, how_many, in_groups
 
 
@@ -91,10 +92,28 @@ def check_whole(source: Path) -> None:
             return
         check_whole(last.folder)
         raise UserError(f"{source} is the output of a run; name a checkpoint of it, such as {last.folder}")
+    kind = _kind_of_adapters(source)
+    if kind != "lora":
+        raise UserError(
+            f"{source} holds only {KINDS[kind]} adapters; merge them into the weights they are for{base} and set "
+            "model.init_from to these"
+        )
     raise UserError(
         f"{source} holds only LoRA adapters; set model.init_from to the weights they are for{base} and "
         f"model.lora_from to {source}"
     )
+
+
+def _kind_of_adapters(source: Path) -> AdapterKind:
+    """The kind of the adapters in a checkpoint, an export or a folder of peft."""
+    try:
+        if (source / STATE).is_file():
+            named = open_checkpoint(source).state["strategy"]["lora"]["kind"]
+        else:
+            named = str(read_json((_with_adapters(source) or source) / PEFT_CONFIG)["peft_type"]).lower()
+    except (OSError, ValueError, KeyError, TypeError):
+        named = "lora"  # diffusers' file
+    return next((kind for kind in KINDS if kind == named), "lora")
 
 
 _OF_TEXT = re.compile(r"(text_encoder|text_model|lora_te|bundle_emb\.)")
@@ -142,9 +161,7 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         folder = _with_adapters(source)
         if folder is None:
             check_exported(source)
-            last, _ = latest(source)
-            such = "(checkpoints/STEP of an output) or an export" if last is None else f"of it, such as {last.folder}"
-            raise UserError(f"it holds no {ADAPTERS}; name a checkpoint {such}")
+            raise UserError(_instead_of_lora(source))
         check_exported(folder)
         source = folder / (ADAPTERS if (folder / ADAPTERS).is_file() else PEFT_FILE)
     problem = models.not_safetensors(source)
@@ -160,6 +177,23 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
             raise UserError(f"its lora_adapter_metadata or {PEFT_CONFIG} is no JSON of peft") from None
         config = {key.removeprefix("transformer."): value for key, value in described.items()}
         return {name: file.get_tensor(name) for name in file.keys()}, config  # noqa: SIM118
+
+
+def _instead_of_lora(source: Path) -> str:
+    """What a folder without LoRA holds, and what to name."""
+    last, _ = latest(source)
+    if last is None:
+        within = (source, source / "transformer")
+        whole = next((each for each in within if any(each.glob("diffusion_pytorch_model*"))), None)
+        if whole is None:
+            return f"it holds no {ADAPTERS}; name a checkpoint (checkpoints/STEP of an output) or an export"
+    elif last.state["strategy"].get("lora") is None:
+        whole = last.folder
+    elif (kind := _kind_of_adapters(last.folder)) != "lora":
+        return f"it is of {KINDS[kind]}, and LoRA was expected; merge it into the weights of model.init_from"
+    else:
+        return f"it holds no {ADAPTERS}; name a checkpoint of it, such as {last.folder}"
+    return f"it holds no LoRA, but a whole model; name {whole} in model.init_from"
 
 
 def check_start(spec: ModelSpec, source: Path) -> None:

@@ -220,6 +220,8 @@ def _starting_model(config: Path, overrides: list[str]) -> Base:
     spec = prepare(run)
     if run.model.init_from is None:
         raise UserError(f"--config {config}: model.init_from is missing, and random weights generate noise; set it")
+    if run.model.lora_from is not None:
+        log.notice("note: model.init_from generates, without the adapters of model.lora_from")
     return Base(run, spec)
 
 

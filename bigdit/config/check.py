@@ -151,10 +151,12 @@ def online_problems(run: RunConfig) -> list[str]:
     """Why a run with strategy.features online must use a cache instead."""
     if run.strategy.features == "cached":
         return []
-    cached = "set it to cached, and run `bigdit extract` first"
+    cached = "set strategy.features to cached, and run `bigdit extract` first"
     if run.strategy.trains_text:
         cached = "set strategy.lora.text_encoders to false, and strategy.features to cached"
-    return [f"strategy.features is online, and {why}; {cached}" for why in _not_online(run)]
+    return [
+        f"strategy.features is online, and {why}{', or' if '; ' in why else ';'} {cached}" for why in _not_online(run)
+    ]
 
 
 def _not_online(run: RunConfig) -> Iterator[str]:

@@ -23,7 +23,7 @@ from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 from bigdit.catalog.names import refusal
 from bigdit.config.data import EncodersConfig, TextEncoderConfig, VaeCodec
 from bigdit.documents import read_json, weight_files
-from bigdit.encoders.folder import check_files, load_from, read_config, weights_sample
+from bigdit.encoders.folder import VOCABULARY, check_files, lacks_vocabulary, load_from, read_config, weights_sample
 from bigdit.encoders.host_bytes import WEIGHTS
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError, nearest
@@ -31,7 +31,7 @@ from bigdit.store.tensors import config_digest, lines_digest, weights_digest
 
 KEY = "encoders.text.pipeline"
 _FILES = "encoders.text.files"
-_INDEX = "model_index.json"
+_INDEX, _TOKENIZER = "model_index.json", "tokenizer_config.json"
 _TEXT = re.compile(r"(text_encoder|tokenizer)(_\d)?")
 CLASSES = (
     # Text encoders.
@@ -182,10 +182,18 @@ def lacking(encoders: EncodersConfig) -> list[str]:
     for name in parts or ["text_encoder", "tokenizer"]:
         folder, weights = text.pipeline / name, name not in text.files
         tokens = name.startswith("tokenizer")
-        found += [
-            f"{KEY} {path}" for path in ([folder] * (not folder.is_dir()) if tokens else _missing(folder, weights))
-        ]
+        absent = _missing_of_tokenizer(folder, index.get(name)) if tokens else _missing(folder, weights)
+        found += [f"{KEY} {path}" for path in absent]
     return found
+
+
+def _missing_of_tokenizer(folder: Path, entry: Any) -> list[Path]:
+    """The folder of a tokenizer if it is missing, or the files that it lacks."""
+    if not folder.is_dir():
+        return [folder]
+    kind = _class_of(entry[0], entry[1], folder) if isinstance(entry, list) and len(entry) == 2 else None
+    lacks = lacks_vocabulary(kind, folder)
+    return [folder / _TOKENIZER] * (not (folder / _TOKENIZER).is_file()) + [folder / VOCABULARY] * lacks
 
 
 def _missing(folder: Path, weights: bool = True) -> list[Path]:
@@ -219,8 +227,10 @@ def load_part(
             f"{nearest(class_name, CLASSES)}"
         )
     check_files(key, place)
-    if not issubclass(found, transformers.PreTrainedModel):
-        return load_from(found, key, place)  # a tokenizer or an image processor
+    if not issubclass(found, transformers.PreTrainedModel):  # a tokenizer or an image processor
+        if name.startswith("tokenizer") and place.is_dir() and not (place / _TOKENIZER).is_file():
+            raise UserError(f"{key}: {place}: {_TOKENIZER} is missing; fetch the model by `hf download`")
+        return load_from(found, key, place)
     read_config(key, place)
     config = {"config": _inner_config(setting, place)} if found is T5GemmaEncoder else {}
     if file is None:

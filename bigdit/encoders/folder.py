@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +83,10 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
             tokenizer = kind  # or an image processor; neither has weights
             if not folder.exists():
                 raise UserError("it is missing; fetch the model by `hf download`")
-            return tokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            loaded = tokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            if lacks_vocabulary(getattr(loaded, "tokenizer", loaded), folder):
+                raise UserError(f"{VOCABULARY} is missing; fetch the model by `hf download`")
+            return loaded
         if folder.is_dir():
             found, arguments["variant"] = weight_files(folder, *WEIGHTS)
             if not found:
@@ -120,6 +124,17 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
     return model.eval()
 
 
+def lacks_vocabulary(tokenizer: Any, folder: Path) -> bool:
+    """Whether the folder of a tokenizer, or of its class, has no vocabulary. transformers then makes one of special
+    tokens alone, and each word is unknown."""
+    names: Mapping[str, str] = getattr(tokenizer, "vocab_files_names", {})
+    if not names or (folder / VOCABULARY).is_file() or any(folder.glob("*.model")):
+        return False
+    parts = [name for name in names.values() if name != VOCABULARY]
+    return not parts or not all((folder / name).is_file() for name in parts)
+
+
+VOCABULARY = "tokenizer.json"
 _PARTS = re.compile(r"(text_encoders\.\w+|conditioner\.embedders\.\d+)\.(transformer|model)\.")
 """Where whole checkpoints of Stability have their text encoders."""
 

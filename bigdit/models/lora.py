@@ -121,9 +121,9 @@ def _linears(model: nn.Module) -> list[str]:
 
 def _hint(rule: str, layers: Sequence[str]) -> str:
     """A pattern, if layers have the rule within their names; else the nearest of their last names."""
-    within = f"*.{rule}.*"
-    if any(fits(each, within) for each in layers):
-        return f"did you mean {within!r}?"
+    for within in (f"*.{rule}.*", f"{rule}.*"):
+        if any(fits(each, within) for each in layers):
+            return f"did you mean {within!r}?"
     return nearest(rule, {last_name(each) for each in layers})
 
 

@@ -187,10 +187,11 @@ def give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def asked_image(option: str, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def asked_image(option: str, path: Path, max_pixels: int = MAX_PIXELS, masked: bool = False) -> Image.Image:
     """As first_image; in mode RGBA, with the mask as A, if there is a mask file such as x.mask.png.
 
-    Raises UserError, with the option or key, if it cannot be read, or the mask has another size.
+    Raises UserError, with the option or key, if it cannot be read, the mask has another size, or a `masked` image has
+    none.
     """
     try:
         image = first_image(path, max_pixels)
@@ -199,10 +200,16 @@ def asked_image(option: str, path: Path, max_pixels: int = MAX_PIXELS) -> Image.
             mask = decode_part(masks[-1], read_file(path.with_name(masks[-1]), IMAGE_BYTES), max_pixels).convert("L")
             if mask.size != image.size:
                 raise Unusable(
-                    f"{masks[-1]} has {mask.width} × {mask.height} pixels, and it has {image.width} × {image.height}"
+                    f"{masks[-1]} has {mask.width} × {mask.height} pixels, and the image has {image.width} × "
+                    f"{image.height}; make them equal"
                 )
             image = image.convert("RGB")
             image.putalpha(mask)
+        elif masked:
+            raise UserError(
+                f"{option} {path} has no mask, and the model paints where it is white; put "
+                f"{path.stem}{MASK}.png beside it"
+            )
         return image
     except (OSError, Unusable) as error:
         raise UserError(f"{option} {path} cannot be read: {error}") from None

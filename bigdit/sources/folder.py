@@ -357,8 +357,8 @@ class Listing:
         self.unread: list[str] = []
         self.numbered: list[str] = []
 
-    def images(self, folder: str = "", above: Metadata | None = None) -> Iterator[_Found]:
-        """The images below a relative folder. `above`: the metadata of the nearest folder above with some."""
+    def images(self, folder: str = "", above: Sequence[Metadata] = ()) -> Iterator[_Found]:
+        """The images below a relative folder. `above`: the metadata of folders above, the nearest first."""
         root = self._config.path
         descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short, so the kernel walks less
         try:
@@ -366,6 +366,7 @@ class Listing:
             captioned, masked = self._config.caption is None, _kind_of_mask(self._config) == "file"
             odd = odd_names(entries)
             own = self._metadata(folder, entries)
+            tables = above if own is None else (own, *above)
             marked_files, masks, references = self._marked(entries)
             if isinstance(self._config.mask, Path):
                 masks = _masks_within(self._config.mask.absolute() / folder)
@@ -378,7 +379,7 @@ class Listing:
                         continue
                     if not folder and _REPEATED.fullmatch(name):
                         self.numbered.append(name)
-                    yield from self.images(folder + name, own or above)
+                    yield from self.images(folder + name, tables)
                 elif name in marked_files:
                     continue
                 elif suffix.lower() in self._suffixes:
@@ -397,7 +398,9 @@ class Listing:
                     edited = [found.get(owner(name)) or usual_mark(name, mark) for mark, found in references.items()]
                     files += [_size_and_time(each, descriptor) for each in edited]
                     reference = edited if len(edited) > 1 else edited[0] if edited else None
-                    row = None if (table := own or above) is None else table.row(folder + name, captions[1] in entries)
+                    row = tables[0].row(folder + name, captions[1] in entries) if tables else None
+                    for further in tables[1:]:
+                        further.leave(folder + name)
                     usual = usual_files(os.path.splitext(name)[0])
                     own_mask = mask if masked and mask != usual_mask else None
                     yield folder + name, files, None if captions == usual else captions, row, reference, own_mask

@@ -324,6 +324,7 @@ class Metadata:
         self._folder, self._key, self._where = folder, key, path
         self._rows: dict[str, str] = {}
         self._problems: list[str] = []
+        self._nearer: list[str] = []
         parquet = path.suffix == ".parquet"
         rows: Rows = (
             FileRows([path], "parquet", str(path), key) if parquet else open_rows(path, key, _KINDS[path.suffix])
@@ -361,16 +362,24 @@ class Metadata:
             return None
         return row or json.dumps(f"caption is missing: no file beside it, and no row of {self._where.name}")
 
+    def leave(self, image: str) -> None:
+        """Take out the row of an image below a folder with metadata of its own."""
+        if self._rows.pop(_plain(image.removeprefix(self._folder)), None) is not None:
+            self._nearer.append(image)
+
     def log_unused(self) -> None:
         """Log rows that cannot be read or that another replaced, and those without an image."""
         for problem in self._problems[:_NAMED]:
             log.notice(problem)
         if (more := len(self._problems) - _NAMED) > 0:
             log.notice(f"{self._key}: {self._where} has {how_many(more, 'more such row')}")
-        if self._rows:
-            unused = ", ".join(list(self._rows)[:_NAMED])
-            names = "names" if len(self._rows) == 1 else "name"
-            log.notice(f"{self._key}: {how_many(len(self._rows), 'row')} of {self._where} {names} no image: {unused}")
+        for unused, one, several, what in (
+            (self._nearer, "is", "are", "ignored, because nearer metadata counts"),
+            (list(self._rows), "names", "name", "no image"),
+        ):
+            if unused:
+                rows, verb = how_many(len(unused), "row"), one if len(unused) == 1 else several
+                log.notice(f"{self._key}: {rows} of {self._where} {verb} {what}: {', '.join(unused[:_NAMED])}")
 
 
 def _plain(name: str) -> str:

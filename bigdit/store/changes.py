@@ -269,10 +269,13 @@ def _compared(
     for start, end in missing(root, found.ranges()):
         absent[start:end] = True
     changes, paired = _Changes(np.full(len(inner), -1)), dict[int, int]()
-    left = dict(_keyed(before))
+    left, other_counts = dict(_keyed(before)), set()
     for key, (now, here) in _keyed(_with_indices(inner.entries(), np.arange(len(inner)))):
         then, indices = left.get(key, (None, here))
-        if then is None or len(indices) != len(here):
+        if then is None:
+            continue
+        if len(indices) != len(here):
+            other_counts.add(key)
             continue
         del left[key]
         if then == now and not by_content:
@@ -282,8 +285,9 @@ def _compared(
         changes.places[here[kept]] = indices[kept]
         paired |= zip(here[~kept].tolist(), indices[~kept].tolist(), strict=True)
         changes.names |= dict.fromkeys(indices[~kept].tolist(), now.name)
-    for entry, indices in left.values():
-        changes.names |= dict.fromkeys(indices.tolist(), entry.name)
+    for key, (entry, indices) in left.items():
+        name = f"parts of {entry.name}" if key in other_counts else entry.name  # its crops, mirror images or clips
+        changes.names |= dict.fromkeys(indices.tolist(), name)
     changes.gone = dict.fromkeys(changes.names)
     known = _contents(root, found, [index for index in changes.gone if not absent[index]])
     if known:
@@ -402,12 +406,16 @@ def _summary(inner: Source, changes: _Changes) -> str:
     taken = {by for by in changes.gone.values() if by is not None}
     new = [image for image in changes.new if image not in taken]
     added = [_name(inner, image) for image in new[:_NAMED]]
-    removed = sorted(changes.names[index] for index, by in changes.gone.items() if by is None)
+    removed = [changes.names[index] for index, by in changes.gone.items() if by is None]
     edited = [
         f"the caption of {_name(inner, image)}" if alone else _name(inner, image)
         for image, alone in changes.edited[:_NAMED]
     ]
-    kinds = (("added", len(new), added), ("removed", len(removed), removed), ("edited", len(changes.edited), edited))
+    kinds = (
+        ("added", len(new), added),
+        ("removed", len(removed), sorted({*removed})),
+        ("edited", len(changes.edited), edited),
+    )
     return "; ".join(f"{count} {what}: {_first_names(names, count)}" for what, count, names in kinds if count)
 
 

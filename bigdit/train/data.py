@@ -110,7 +110,7 @@ def _sample_problems(run: RunConfig, store: FeatureStore) -> Iterator[str]:
     if store.schema.classes is not None:
         checks.append(functools.partial(class_numbers, store.schema.classes, labels))
     for path in run.samples.images:
-        checks.append(functools.partial(asked_image, "samples.images:", path, run.data.max_pixels))
+        checks.append(functools.partial(asked_image, "samples.images:", path, run.data.max_pixels, run.data.fill))
     for check in checks:
         try:
             check()

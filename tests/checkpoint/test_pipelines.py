@@ -170,6 +170,22 @@ def test_of_a_model_of_a_part_of_t_only_an_expert_is_written_alone(pipeline, out
     assert f"{pipeline} has two experts; replace the one that training started from" in capfd.readouterr().err
 
 
+def test_adapters_are_said_to_be_loaded_where_they_belong(pipeline, output, tmp_path, capfd):
+    found, _ = checkpoint.latest(output)
+    run = found.state["run"]
+    for number, (kind, name) in enumerate(
+        (("lora", "transformer"), ("lora", "transformer_2"), ("loha", "transformer"))
+    ):
+        strategy = {"strategy": run["strategy"] | {"lora": {"rank": 2, "kind": kind}, "precision": "bf16"}}
+        model = {"model": run["model"] | {"init_from": str(pipeline / name)}}
+        write_state(found.folder, found.state | {"run": run | strategy | model})
+        export_command.run(output, tmp_path / f"{number}")
+    first, second, other = (line for line in capfd.readouterr().err.splitlines() if line.startswith("note: "))
+    assert first.endswith(f"load them over {pipeline}, by SanaPipeline's load_lora_weights")
+    assert second.endswith("by SanaPipeline's load_lora_weights with load_into_transformer_2=True")
+    assert other.endswith(f"peft's PeftModel.from_pretrained loads it over the transformer of {pipeline}")
+
+
 def test_a_full_disk_holds_nothing_of_an_export(output, pipeline, tmp_path):
     save_file({"a": torch.zeros(1 << 18)}, pipeline / WEIGHTS)
     with mounted(tmp_path / "disk", "size=600k") as disk:

@@ -11,8 +11,8 @@ from tiny_pipelines import CAPTIONS, PARTS, pipeline_of
 
 from bigdit.catalog.families import PIPELINES
 from bigdit.catalog.models import models
-from bigdit.config.data import TextEncoderConfig
-from bigdit.encoders.components import ProcessorTokenizer
+from bigdit.config.data import EncodersConfig, TextEncoderConfig
+from bigdit.encoders.components import ProcessorTokenizer, lacking
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
@@ -436,6 +436,23 @@ def test_pipelines_that_cannot_be_used_are_named(tmp_path):
     shutil.rmtree(tmp_path / "tokenizer")
     with pytest.raises(UserError, match=r"tokenizer: .*/tokenizer: it is missing; fetch the model by `hf download`$"):
         load()
+
+
+@pytest.mark.parametrize("name", ["WanPipeline", "SanaPipeline", "QwenImagePipeline", "FluxPipeline"])
+def test_tokenizers_without_their_vocabulary_are_named_and_not_made_of_special_tokens(tmp_path, name):
+    """transformers makes a tokenizer that knows no word."""
+    tiny_pipelines.save(tmp_path, name)
+    text = TextEncoderConfig(pipeline=tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        kept = (tmp_path / "tokenizer" / file).read_bytes()
+        (tmp_path / "tokenizer" / file).unlink()
+        line = rf"tokenizer: {tmp_path}/tokenizer: {file} is missing; fetch the model by `hf download`$"
+        with pytest.raises(UserError, match=line):
+            load_text_encoder(text)
+        encoders = EncodersConfig.model_validate({"image": {"name": "identity"}, "text": {"pipeline": tmp_path}})
+        assert lacking(encoders) == [f"encoders.text.pipeline {tmp_path}/tokenizer/{file}"]
+        (tmp_path / "tokenizer" / file).write_bytes(kept)
+    load_text_encoder(text)
 
 
 def test_weights_are_not_unpickled_and_missing_ones_not_drawn(tmp_path):

@@ -312,5 +312,5 @@ def test_text_encoders_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(UserError, match="holds a bert, expected a t5"):
         T5TextEncoder(TextEncoderConfig(path=tmp_path))
     T5EncoderModel(T5Config(**TINY_T5, vocab_size=384)).config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"encoders\.text\.path: .* cannot be loaded"):
+    with pytest.raises(UserError, match=r"encoders\.text\.path: .*: tokenizer\.json is missing; fetch the model by"):
         T5TextEncoder(TextEncoderConfig(path=tmp_path))

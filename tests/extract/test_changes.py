@@ -242,6 +242,9 @@ def test_crops_and_mirror_images_that_a_source_gets_later_are_encoded(tmp_path):
         found = latents(plain | how, tmp_path / "grown")
         assert found == latents(plain | how, tmp_path / f"fresh-{number}"), how
         assert len({*found}) == 2 * how.get("crops", 1) * (1 + how.get("flip", False))
+    assert encode(plain | {"flip": True}, tmp_path / "fewer").returncode == 0
+    fewer = ["data.images[0] changed: 2 removed: parts of 0.png, parts of 1.png"]
+    assert changed(plain, tmp_path / "fewer") == fewer
 
 
 def test_parts_that_are_not_encoded_yet_take_what_there_is(folder, tmp_path):

@@ -162,3 +162,5 @@ def test_layers_and_ranks_are_chosen_by_rules():
     for settings in ({"targets": ("attn1",)}, {"ranks": {"attn1": 2}}):
         with pytest.raises(UserError, match=re.escape("ends in 'attn1'; did you mean '*.attn1.*'?")):
             equipped(Strategy(lora=LoraSpec(**settings)))
+    with pytest.raises(UserError, match=re.escape("did you mean 'transformer_blocks.*'?")):
+        equipped(Strategy(lora=LoraSpec(targets=("transformer_blocks",))))

@@ -247,9 +247,17 @@ def test_other_adapters_start_from_these_elsewhere(tmp_path, features, trained, 
     )
     with pytest.raises(UserError, match=whole):
         run_to(2, tmp_path / "other", features, *settings, f"model.init_from={trained}")
+    for source, named in ((trained, trained / "checkpoints/step-00000008"), (base, base), (base.parent, base)):
+        with pytest.raises(UserError, match=rf"it holds no LoRA, but a whole model; name {named} in model\.init_from$"):
+            run_to(2, tmp_path / "other", features, *settings, f"model.lora_from={source}")
     run_to(2, tmp_path / "lokr", features, "strategy.lora={kind: lokr, rank: 4}", *settings[1:])
     with pytest.raises(UserError, match=r"its tensor \S+lokr_w1\S* is of LoKr, and LoRA was expected"):
         run_to(2, tmp_path / "other", features, *settings, f"model.lora_from={tmp_path / 'lokr/exports/step-00000002'}")
+    with pytest.raises(UserError, match=rf"^model.lora_from: {tmp_path}/lokr: it is of LoKr, and LoRA was expected"):
+        run_to(2, tmp_path / "other", features, *settings, f"model.lora_from={tmp_path / 'lokr'}")
+    for held in ("lokr", "lokr/checkpoints/step-00000002", "lokr/exports/step-00000002/transformer"):
+        with pytest.raises(UserError, match=r"holds only LoKr adapters; merge them into the weights they are for"):
+            run_to(2, tmp_path / "other", features, *settings, f"model.init_from={tmp_path / held}")
     lacks = f"model.lora_from: {found.folder}: it adapts .*, and strategy.lora.targets leaves that out"
     with pytest.raises(UserError, match=lacks):
         run_to(

@@ -140,3 +140,11 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
     (tmp_path / "a.mask.png").write_bytes(b"no image")
     drawn = f"samples={{captions: [a], images: [{tmp_path / 'a.png'}]}}"
     assert "cannot be read: a.mask.png: damaged image: " in refusal(folder / "run.yaml", drawn, asked[1])
+    colours(9).resize((SIDE // 2, SIDE // 2)).save(tmp_path / "a.mask.png")
+    sizes = f"a.mask.png has {SIDE // 2} × {SIDE // 2} pixels, and the image has {SIDE} × {SIDE}; make them equal"
+    assert sizes in refusal(folder / "run.yaml", drawn, asked[1])
+    (tmp_path / "a.mask.png").unlink()
+    painted = (
+        f"samples.images: {tmp_path / 'a.png'} has no mask, and the model paints where it is white; put a.mask.png"
+    )
+    assert painted in refusal(folder / "run.yaml", drawn, asked[1])

@@ -179,6 +179,13 @@ def test_no_checkpoint(tmp_path):
     assert f"error: --checkpoint {tmp_path}: neither a checkpoint nor the output of a run" in done.stderr
 
 
+def test_of_an_export_the_run_is_named(trained, tmp_path):
+    for inside in ("checkpoints", "exports/step-00000008", "exports/step-00000008/transformer"):
+        done = in_process("sample", "--checkpoint", trained / inside, "--out", tmp_path / "out", "--caption", "x")
+        assert done.returncode == 1
+        assert done.stderr.endswith(f"that saved one; name {trained}, or one of {trained}/checkpoints\n")
+
+
 def test_a_letter_that_the_font_lacks_is_no_warning():
     with warnings.catch_warnings(record=True) as printed:
         libraries.prepare()

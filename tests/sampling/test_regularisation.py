@@ -47,6 +47,10 @@ def test_the_base_of_a_run_makes_a_folder_that_is_a_source(base, trained, tmp_pa
     more = [*settings, *base, *LORA, "train.steps=3", "strategy.micro_batch_size=2", "strategy.global_batch_size=2"]
     assert run(tmp_path / "f", tmp_path / "run", *more) == 0
     assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 3
+    further = with_set((*base, *LORA, f"model.lora_from={tmp_path}/run/exports/step-00000003"))
+    done = in_process("sample", "--config", DIGITS, *further, *ASKED, "--out", tmp_path / "further")
+    assert done.stderr.startswith("note: model.init_from generates, without the adapters of model.lora_from\n")
+    assert pixels(tmp_path / "further") == pixels(tmp_path / "base")
 
 
 def test_the_loss_of_a_source_has_its_factor(tmp_path):

@@ -155,10 +155,13 @@ def test_features_online_are_pinned_and_what_is_not_is_reported(tmp_path):
     path = written(tmp_path, data=PIXART["data"] | {"features": None}, train={"steps": 9}, strategy=strategy)
     (only,) = asked(path)
     assert (only.constraints.features, only.constraints.lora_base) == ("online", "nf4")
+    cached = "set strategy.features to cached, and run `bigdit extract` first"
     assert problems(path, "data.buckets=[[512, 512], [256, 256]]") == [
         "strategy.features is online, and data.buckets has 2: the bucket of an image is known only after all were "
-        "read; set it "
-        "to cached, and run `bigdit extract` first"
+        f"read; {cached}"
+    ]
+    assert problems(path, "encoders.text.stored=fp8") == [
+        f"strategy.features is online, and encoders.text.stored is fp8, which needs a cache; leave it out, or {cached}"
     ]
     asked_for = {"checkpointing": "selective", "offload_activations": "true"}
     assert overruled(path, ["strategy.checkpointing=selective"]) == [

@@ -1,6 +1,7 @@
 """Parquet and `datasets` folders as sources: real files by the libraries that people use."""
 
 import contextlib
+import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -217,7 +218,7 @@ def test_damaged_tables_are_refused_or_skipped_row_by_row(tmp_path, suffix):
         path = tmp_path / f"{seed}.{suffix}"
         path.write_bytes(damage(whole, seed))
         try:
-            rows = FileRows([path], suffix, str(path), "data.images")
+            rows = functools.partial(FileRows, [path], suffix, str(path), "data.images")
             for item in TableSource("parquet", rows, SourceConfig(path=path), "data.images").items(0, 20):
                 with contextlib.suppress(Unusable):
                     loaded += item.load().image.size == (8, 8)

@@ -148,6 +148,22 @@ def test_rows_of_metadata_that_are_not_used_are_named(tmp_path, capsys):
     ]
 
 
+def test_the_nearest_metadata_counts_and_rows_of_others_are_named(tmp_path, capsys):
+    for folder in ("", "below/", "below/deep/"):
+        save(tmp_path / f"{folder}a.png", None)
+    rows = [{"file_name": name, "text": "above"} for name in ("a.png", "below/a.png", "below/deep/a.png", "gone.png")]
+    (tmp_path / "metadata.jsonl").write_text(lines(*rows))
+    (tmp_path / "below/metadata.csv").write_text("file_name,text\na.png,near\ndeep/a.png,near\n")
+    assert [texts(item) for item in opened(str(tmp_path)).items(0, 3)] == [
+        [(text, 1)] for text in ("above", "near", "near")
+    ]
+    nearer = "2 rows of {} are ignored, because nearer metadata counts: below/a.png, below/deep/a.png"
+    assert [line.removeprefix("data.images: ") for line in capsys.readouterr().err.splitlines()] == [
+        nearer.format(tmp_path / "metadata.jsonl"),
+        f"1 row of {tmp_path}/metadata.jsonl names no image: gone.png",
+    ]
+
+
 def test_columns_of_metadata_are_chosen_as_of_a_table(tmp_path, capsys):
     save(tmp_path / "a.png", None)
     (tmp_path / "metadata.jsonl").write_text(lines({"file_name": "a.png", "text": "short", "caption": "long"}))
