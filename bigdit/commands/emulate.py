@@ -46,8 +46,9 @@ def run(
     fake_weights: Annotated[
         list[str],
         typer.Option(
-            metavar="NAME[=DIR]",
-            help="Imitate this hub repository with empty weights; DIR: with its configs. Repeatable.",
+            metavar="NAME[=LIKE]",
+            help="Imitate this hub repository with empty weights. LIKE: a folder with its configs, or a repository "
+            "with the same. Repeatable.",
         ),
     ] = [],  # noqa: B006
     as_json: Json = False,

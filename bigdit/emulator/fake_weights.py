@@ -422,9 +422,10 @@ def known() -> tuple[str, ...]:
 
 
 def option_for(name: str) -> str:
-    """The option for a repository: its name, or its name and a folder with its configs."""
+    """The option for a repository: its name, or its name and what has its configs."""
     is_known = name.casefold() in (each.casefold() for each in known())
-    return f"--fake-weights {name}" + ("" if is_known else "=FOLDER")
+    like = "=LIKE, a folder with its configs or a repository of the catalogue with the same"
+    return f"--fake-weights {name}" + ("" if is_known else like)
 
 
 def repository(name: str) -> Repository:
@@ -434,7 +435,7 @@ def repository(name: str) -> Repository:
     if entry is None:
         raise UserError(
             f"--fake-weights {name}: the catalogue does not know this repository; {nearest(name, known())}; for any "
-            f"other, give a folder with its configs: {option_for(name)}"
+            f"other, {option_for(name)}"
         )
     dtype: str = entry["dtype"]
     if "model" in entry:

@@ -79,7 +79,7 @@ def test_a_command_that_uses_no_gpu_is_no_answer() -> None:
         ),
         (
             'import transformers; transformers.AutoTokenizer.from_pretrained("x/y", subfolder="tokenizer")',
-            "--fake-weights x/y=FOLDER",
+            "--fake-weights x/y=LIKE, a folder with its configs or a repository of the catalogue with the same",
         ),
         ('import huggingface_hub; huggingface_hub.hf_hub_download("x/y", "a.png", repo_type="dataset")', None),
         ('open("x/y")', None),
