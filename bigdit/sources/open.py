@@ -237,7 +237,7 @@ def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
         and not has_metadata(config.path)
     ):
         raise UserError(
-            f"{key}: {config.path} is a folder without {METADATA[0]}, .csv or .parquet, so it has no columns; "
+            f"{key}: {config.path} is a folder without metadata.jsonl, .csv or .parquet, so it has no columns; "
             "leave out image and captions"
         )
     if kind == "folder" and config.label not in (None, FOLDER):

@@ -13,7 +13,7 @@ import tokenize
 import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -92,7 +92,7 @@ class Table:
         return any(parent / name != image for parent in within for name in _named(self)[parent])
 
 
-@lru_cache(maxsize=1)
+@cache
 def _named(table: Table) -> Mapping[Path, Collection[str]]:
     """The folders of the images that a table names, each with one or two of their names."""
     rows = table.open()

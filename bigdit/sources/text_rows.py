@@ -300,8 +300,11 @@ def open_rows(path: Path, key: str, kind: SourceKind) -> TextRows:
     return CsvRows(path, key) if kind == "csv" else JsonRows(path, key)
 
 
-METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-_KINDS: Mapping[str, SourceKind] = {".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+METADATA: Mapping[str, SourceKind] = {
+    "metadata.jsonl": "json",
+    "metadata.csv": "csv",
+    "metadata.parquet": "parquet",
+}
 _NAMED = 3  # the rows that a message names
 
 
@@ -325,10 +328,8 @@ class Metadata:
         self._rows: dict[str, str] = {}
         self._problems: list[str] = []
         self._nearer: list[str] = []
-        parquet = path.suffix == ".parquet"
-        rows: Rows = (
-            FileRows([path], "parquet", str(path), key) if parquet else open_rows(path, key, _KINDS[path.suffix])
-        )
+        kind = METADATA[name]
+        rows: Rows = FileRows([path], kind, str(path), key) if kind == "parquet" else open_rows(path, key, kind)
         named = config.image or ("file_name" if "file_name" in rows.columns else None)
         try:
             columns = choose(config.model_copy(update={"image": named}), rows.columns, rows.where, key)
