@@ -22,7 +22,8 @@ from typing import Any
 
 from pages import kept
 
-from bigdit.emulator.fake_weights import lay_out, write_tokenizer
+from bigdit.emulator.fake_tokenizers import write_tokenizer
+from bigdit.emulator.fake_weights import lay_out
 from bigdit.files import write_json, write_text
 from bigdit.units import GIB
 

@@ -8,7 +8,7 @@ from pipeline_folders import changed, pipeline_folder
 
 from bigdit.catalog import batch_shape, find_model, model, user_model
 from bigdit.catalog.families import FAMILIES
-from bigdit.emulator.fake_weights import document
+from bigdit.emulator.fake_tokenizers import document
 from bigdit.errors import UserError
 from bigdit.strategy import BatchShape
 

@@ -11,7 +11,8 @@ import pytest
 from bigdit.catalog.models import models
 from bigdit.catalog.names import load_json
 from bigdit.emulator.fake_models import write_weights
-from bigdit.emulator.fake_weights import document, known, lay_out, repository, write_tokenizer
+from bigdit.emulator.fake_tokenizers import document, write_tokenizer
+from bigdit.emulator.fake_weights import known, lay_out, repository
 from bigdit.errors import UserError
 
 PIPELINES = {
