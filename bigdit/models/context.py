@@ -10,6 +10,7 @@ A process has the gradient of its own tokens. The gradient of a sample is the su
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -58,14 +59,17 @@ def split_context(model: nn.Module, family: Family, mesh: DeviceMesh) -> None:
     if not context.linear:
         groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
         mode = functools.partial(_SharedAttention, groups, context.text)
+    surrounded = functools.cache(_surrounded)
     for block in family.blocks(model):
         for name, module in block.named_modules():
             if hasattr(module, "processor") and name != context.across:
-                module.forward = functools.partial(_in_mode, mode, module.forward)
+                module.forward = types.MethodType(surrounded(_in_mode, mode, type(module).forward), module)
         if context.linear:
             block.forward = functools.partial(_with_rows, group.size(), block.forward)
             depthwise = block.ff.conv_depth
-            depthwise.forward = functools.partial(_with_neighbours, group, depthwise.forward)
+            depthwise.forward = types.MethodType(
+                surrounded(_with_neighbours, group, type(depthwise).forward), depthwise
+            )
 
 
 def _part(dim: int | tuple[int, int], *, split_output: bool) -> Any:
@@ -81,6 +85,16 @@ def _own_times(
     if (times := kwargs["timestep"]).dim() == 2:
         kwargs = {**kwargs, "timestep": times.chunk(group.size(), 1)[group.rank()]}
     return args, kwargs
+
+
+def _surrounded(around: Callable[..., Any], given: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's own forward within `around`. All its modules share it: for each that has its own, torch would compile
+    the block again."""
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(given, functools.partial(own, module), *args, **kwargs)
+
+    return forward
 
 
 def _in_mode(mode: Callable[[int], TorchFunctionMode], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
