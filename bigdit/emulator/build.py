@@ -124,6 +124,7 @@ BY_NAME = (
     "cuLaunchKernelEx",
     "cuMemsetD32Async",
     "cuOccupancyMaxActiveClusters",
+    "cuStreamIsCapturing",
     "cuStreamWriteValue32_v2",
     "cuTensorMapEncodeIm2col",
     "cuTensorMapEncodeTiled",

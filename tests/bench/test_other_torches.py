@@ -7,6 +7,7 @@ from gpus import SANA, of_blocks, recorded_as_attempted, request
 STRATEGIES = (
     "single,checkpointed_blocks=1,checkpointing=selective",
     "single,features=online",
+    "single,compile_blocks=true",
     "single,lora.base=nf4,checkpointed_blocks=all",
     "single,lora.base=int8,offload_activations=true,ema.device=cpu",
     "zero2-offload,world_size=8",

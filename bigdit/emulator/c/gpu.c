@@ -333,6 +333,8 @@ int cuCtxGetDevice(int *device) { return *device = current, OK; }
 static size_t limits[16]; /* of stack, printf, heap, L2: no kernel runs into them */
 int cuCtxGetLimit(size_t *value, int which) { return which < 0 || which > 15 ? INVALID_VALUE : (*value = limits[which], OK); }
 int cuCtxSetLimit(int which, size_t value) { return which < 0 || which > 15 ? INVALID_VALUE : (limits[which] = value, OK); }
+int gpu_capturing(const struct stream *s) { return is_stream(s) && s->capturing; }
+int cuStreamIsCapturing(const struct stream *s, int *status) { return *status = gpu_capturing(s), OK; }
 int cuCtxSynchronize(void) { return __atomic_fetch_add(&counts.host_syncs, 1, __ATOMIC_RELAXED), OK; }
 int cuGetErrorString(int error, const char **text) {
     return *text = error == OK ? "no error" : error == OUT_OF_MEMORY ? "out of memory" : "not supported by an emulated GPU", OK;

@@ -32,6 +32,9 @@ struct gpu_counts {
     uint64_t all_reduces, all_gathers, reduce_scatters, broadcasts, reduces, sends, receives;
 };
 
+struct stream { int priority, capturing; uint64_t captured; };
+static inline int is_stream(const struct stream *s) { return (uintptr_t)s > 2; } /* 0, 1, 2: the default ones */
+
 const struct gpu *gpu(void);
 int gpu_attribute(int attribute, int device); /* cudaDeviceAttr and CUdevice_attribute number alike */
 int gpu_count(void);                          /* GPUs in CUDA_VISIBLE_DEVICES */
@@ -59,6 +62,7 @@ void gpu_close(void *at, size_t n);        /* drops what was written there */
 int gpu_has(const void *at);
 int gpu_of(const void *at);                /* the device of an address, -1 for none */
 
+int gpu_capturing(const struct stream *s); /* whether it records a graph */
 size_t gpu_values(void);
 void gpu_leave_values(void); /* from now on copies move no data, and the CPU reads zeros */
 struct gpu_counts *gpu_counted(void);

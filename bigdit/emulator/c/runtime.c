@@ -278,9 +278,7 @@ int cudaGetDriverEntryPoint(const char *symbol, void **out, unsigned long long f
 
 /* -- streams, events, graphs: each has its own handle; all work is done at once -- */
 
-struct stream { int priority, capturing; uint64_t captured; };
 struct graph { struct gpu_here counts; };
-static int is_stream(const struct stream *s) { return (uintptr_t)s > 2; } /* 0, 1, 2: the default ones */
 static __thread struct gpu_here before_capture;
 static uint64_t captures;
 
@@ -319,7 +317,7 @@ int cudaStreamEndCapture(struct stream *s, struct graph **out) {
     (*out)->counts.library_calls = now.library_calls - before_capture.library_calls;
     return s->capturing = 0, OK;
 }
-int cudaStreamIsCapturing(struct stream *s, int *status) { return *status = is_stream(s) && s->capturing, OK; }
+int cudaStreamIsCapturing(struct stream *s, int *status) { return *status = gpu_capturing(s), OK; }
 int cudaStreamGetCaptureInfo(struct stream *s, int *status, uint64_t *id, void **graph, void **nodes, void **edges, size_t *n) {
     (void)nodes, (void)edges;
     cudaStreamIsCapturing(s, status);
