@@ -94,12 +94,18 @@ def _first_strategies(planner: Planner, option: Option) -> list[Strategy]:
     """Strategies with nothing and with all blocks recomputed. A variant needs one, since only its state is read, which
     does not depend on recomputation, compilation or FP8."""
     none, full = (_with_recomputed(option.strategy, each, FIRST) for each in (0, planner.request.model.block_count))
-    plain = none.model_copy(update={"compile_blocks": False, "float8": "none"})
-    return [none, full] if option.base is None else [plain]
+    return [none, full] if option.base is None else [_plain(none)]
+
+
+def _plain(strategy: Strategy) -> Strategy:
+    return strategy.model_copy(update={"compile_blocks": False, "float8": "none"})
 
 
 def _first_attempt(planner: Planner, option: Option) -> Attempt | Failure:
-    return probe(planner, _first_strategies(planner, option)[:1], variant=option.base is not None)[0]
+    """The attempt that an option's state is read from. What CPU memory may not hold is not compiled for it."""
+    strategy, *_ = _first_strategies(planner, option)
+    strategy = _plain(strategy) if option.strategy.optimizer_in_cpu_memory else strategy
+    return probe(planner, [strategy], variant=option.base is not None)[0]
 
 
 def _attempts_of(planner: Planner, option: Option) -> tuple[list[Strategy], list[Attempt | Failure]]:
