@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from bigdit import libraries
@@ -79,10 +80,24 @@ def _answer(line: str) -> str:
     if job.request.part == "encoders":
         return encode(job).model_dump_json()
     ((built, host_bytes),) = _built
-    with compile_errors():
+    with compile_errors(), _traces(job):
         if job.what == "recorded":
             return recorded(job.request, built, job.snapshot).model_dump_json()
         return attempt(job, built, host_bytes).model_dump_json()
+
+
+def _traces(job: AttemptJob) -> AbstractContextManager[None]:
+    """The traces of compiled blocks.
+
+    A run with values has none: it follows one that failed. Nor has a recorded run, which tells blocks of memory apart
+    by what Dynamo traces; nor FSDP2, whose classes of blocks are new in each process.
+    """
+    strategy = job.request.strategy
+    if job.values or job.what == "recorded" or not strategy.compile_blocks or strategy.engine == "fsdp2":
+        return nullcontext()
+    from bigdit.profile.compiled import kept_traces
+
+    return kept_traces(job.request)
 
 
 def _import_all() -> None:

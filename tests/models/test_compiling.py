@@ -105,16 +105,40 @@ def test_a_plan_runs_compiled_blocks(gpus, spec, shape, more):
 
 
 @pytest.mark.slow
+def test_traces_are_kept_for_equal_blocks_of_one_size(gpus):
+    """They change no byte, kernel or count. Other settings of the step take them. A damaged file is written anew."""
+    request = StepRequest(model=SANA, batch=SHAPE, strategy=Strategy(compile_blocks=True, micro_batch_size=3))
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "traces")
+    before = {*folder.glob("*/*")}
+    traced = same(gpus.attempt(request, counted="step"))
+    (file,) = {*folder.glob("*/*")} - before
+    written, data = file.stat(), bytearray(file.read_bytes())
+    assert traced == same(gpus.attempt(request, 2**40, counted="step"))
+    other = Strategy(compile_blocks=True, micro_batch_size=3, gradient_clipping=None, checkpointed_blocks="all")
+    gpus.attempt(request.model_copy(update={"strategy": other}))
+    assert file.stat() == written  # nothing was traced
+    data[100] ^= 1
+    file.write_bytes(data)
+    assert traced == same(gpus.attempt(request, 2**41, counted="step"))
+    assert file.read_bytes() != data
+
+
+def same(attempt):
+    return attempt.memory, attempt.launched, attempt.packed_work
+
+
+@pytest.mark.slow
 def test_what_is_traced_of_attention_over_processes_and_of_fp8_is_kept(gpus):
-    """By itself torch keeps only kernels: each attempt would trace again, of FP8 also the code that calls them."""
+    """By itself torch keeps only kernels: each attempt would trace again, of FP8 also the code that calls them. Three
+    blocks have two graphs."""
     traced = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     before = {*traced.glob("aotautograd/*")}
     shared = {"engine": "fsdp2", "world_size": 2, "cp": 2, "micro_batch_size": 2}
     strategy = Strategy(**shared, compile_blocks=True, float8="rowwise")
-    one_block = WAN.model_copy(update={"kwargs": WAN.kwargs | {"num_layers": 1}})
+    blocks = WAN.model_copy(update={"kwargs": WAN.kwargs | {"num_layers": 3}})
     shape = BatchShape(latents=(4, 2, 8, 8), text=(6, 12))
-    gpus.attempt(StepRequest(model=one_block, batch=shape, strategy=strategy))
-    assert {*traced.glob("aotautograd/*")} > before
+    gpus.attempt(StepRequest(model=blocks, batch=shape, strategy=strategy))
+    assert len({*traced.glob("aotautograd/*")} - before) == 2
 
 
 def kernels(attempt):
