@@ -87,7 +87,7 @@ def _mend_traces() -> None:
     AOTAutogradCachePickler._reduce_aot_config = lambda self, config: reduced(  # type: ignore[method-assign]
         self, replace(config, precompile_backend_id=None)
     )
-    # Without their code, graphs with collectives are not kept.
+    # Traces need AOTAutograd's graphs with their code. Runs without traces share them.
     for each in ("autograd_cache", "graph_compile"):
         vars(importlib.import_module(f"torch._functorch._aot_autograd.{each}"))["should_bundle_autograd_cache"] = (
             lambda: True
