@@ -95,9 +95,9 @@ def _traces(job: AttemptJob) -> AbstractContextManager[None]:
     strategy = job.request.strategy
     if job.values or job.what == "recorded" or not strategy.compile_blocks or strategy.engine == "fsdp2":
         return nullcontext()
-    from bigdit.profile.compiled import kept_traces
+    from bigdit.models.traces import kept_traces
 
-    return kept_traces(job.request)
+    return kept_traces(strategy, f"{job.request.model!r} {job.request.batch!r} {job.request.encoders!r}")
 
 
 def _import_all() -> None:
