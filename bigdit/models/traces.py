@@ -1,7 +1,8 @@
 """Dynamo's traces of compiled blocks, kept on disk: tracing a block again takes most of an attempt of known code.
 
 torch.compile keeps kernels and AOTAutograd's graphs by itself. This adds the traces that lead to them, by torch's own
-packages for precompilation, with one file for each function and size.
+packages for precompilation, with one file for each function and size. The files are pickles, as Inductor's are. They
+lie in the same folder of the cache, from which Inductor runs code.
 """
 
 from __future__ import annotations
