@@ -209,8 +209,11 @@ def lacking(folder: Path) -> str | None:
     if not folder.is_dir():
         return "there is no such folder; fetch it by `hf download`, or name one of diffusers, or a checkpoint"
     if not (folder / "config.json").is_file():
-        within = folder / "transformer"
-        return f"it has no config.json{f'; {within} has' if (within / 'config.json').is_file() else ''}"
+        runs = (folder, folder.parent, folder.parent.parent)  # one of them may be a run's output
+        exported = [each for run in runs for each in run.glob("exports/step-*/transformer")]
+        newest = sorted(exported, key=lambda each: (len(each.parent.name), each.parent.name), reverse=True)
+        within = next((each for each in (folder / "transformer", *newest) if (each / "config.json").is_file()), None)
+        return f"it has no config.json{'' if within is None else f'; {within} has'}"
     try:
         found, _ = weight_files(folder, _FILE)
     except (OSError, ValueError):

@@ -285,6 +285,17 @@ def test_the_folder_of_a_pipeline_is_no_transformers(capsys, tmp_path):
     assert (status, message.rpartition(": ")[2]) == (1, f"it has no config.json; {tmp_path}/transformer has\n")
 
 
+@pytest.mark.parametrize("named", [".", "checkpoints", "checkpoints/step-9"])
+def test_of_a_run_the_newest_export_is_named(capsys, tmp_path, named):
+    (tmp_path / "checkpoints/step-9").mkdir(parents=True)
+    for step in (9, 12):
+        (tmp_path / f"exports/step-{step}/transformer").mkdir(parents=True)
+        (tmp_path / f"exports/step-{step}/transformer/config.json").touch()
+    status, _, message = dry_run(capsys, f"model.init_from={tmp_path / named}")
+    has = f"it has no config.json; {tmp_path}/exports/step-12/transformer has\n"
+    assert (status, message.rpartition(": ")[2]) == (1, has)
+
+
 def test_weights_of_another_shape_than_the_class_takes_are_refused(capsys, tmp_path):
     """They would load, but the run could neither resume nor be sampled."""
     (tmp_path / "config.json").write_text(json.dumps(ARGUMENTS | {"_class_name": "SanaTransformer2DModel"}))
