@@ -8,7 +8,6 @@ lie in the same folder of the cache, from which Inductor runs code.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import itertools
 import pickle
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch._dynamo import bytecode_transformation, package
 from torch._dynamo.guards import CheckFunctionManager
-from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCachePickler
+from torch._functorch._aot_autograd import autograd_cache, graph_compile
 
 from bigdit.cache import digest_of
 from bigdit.errors import UserError
@@ -44,15 +43,15 @@ def mend_traces() -> None:
     """Mend what keeps torch from keeping the traces of some blocks, or from using them. `kept_traces` needs it."""
     digest_of(*_SOURCES)  # here once, not in each fork
     # A name that is new in each process is part of the key of AOTAutograd's graphs, which would be traced again.
-    reduced = AOTAutogradCachePickler._reduce_aot_config
-    AOTAutogradCachePickler._reduce_aot_config = lambda self, config: reduced(  # type: ignore[method-assign]
+    pickler = autograd_cache.AOTAutogradCachePickler
+    reduced = pickler._reduce_aot_config
+    pickler._reduce_aot_config = lambda self, config: reduced(  # type: ignore[method-assign]
         self, replace(config, precompile_backend_id=None)
     )
-    # Traces need AOTAutograd's graphs with their code. Runs without traces share them.
-    for each in ("autograd_cache", "graph_compile"):
-        vars(importlib.import_module(f"torch._functorch._aot_autograd.{each}"))["should_bundle_autograd_cache"] = (
-            lambda: True
-        )
+    # Traces need AOTAutograd's graphs with their code, and runs without traces share them. Graphs that Inductor has no
+    # code of are left out.
+    vars(autograd_cache)["should_bundle_autograd_cache"] = lambda: True
+    vars(graph_compile)["should_bundle_autograd_cache"] = lambda: False
     serialized = CheckFunctionManager.serialize_guards
 
     def serialize(self: Any, builder: Any, guards: Any, graph: Any) -> bytes:
@@ -117,7 +116,8 @@ class _Traces(package.DiskDynamoStore):
         for key, traced in self._new.items():
             with suppress(Exception):  # it is new
                 self.load_cache_entry(key)  # registers the code of earlier traces
-            self.save_cache_entry(traced.cache_entry(), key)
+            with suppress(RuntimeError):  # a graph without code of Inductor
+                self.save_cache_entry(traced.cache_entry(), key)
 
     def write(self, cache_entry: package.PrecompileCacheEntry, path: str) -> None:
         packed = zlib.compress(pickle.dumps(cache_entry), 1)
