@@ -7,8 +7,10 @@ lie in the same folder of the cache, from which Inductor runs code.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+import os
 import pickle
 import time
 import zlib
@@ -23,7 +25,7 @@ from torch._dynamo import bytecode_transformation, package
 from torch._dynamo.guards import CheckFunctionManager
 from torch._functorch._aot_autograd import autograd_cache, graph_compile
 
-from bigdit.cache import digest_of
+from bigdit.cache import digest_of, installed
 from bigdit.errors import UserError
 from bigdit.files import read_bytes, replacing
 from bigdit.strategy import OptimizerSpec, Strategy
@@ -39,9 +41,16 @@ MOST_TRACES = 16
 """Of one function and size. Two strides of inputs, with a gradient and without, are four; some guards are never met."""
 
 
+@functools.cache
+def _here() -> str:
+    """What traces depend on in this process, and torch does not check: variables choose attention and kernels."""
+    chosen = {name: value for name, value in os.environ.items() if name.startswith(("DIFFUSERS_", "TORCH"))}
+    return f"{torch.cuda.get_device_name()} {installed()} {sorted(chosen.items())} {digest_of(*_SOURCES)}"
+
+
 def mend_traces() -> None:
     """Mend what keeps torch from keeping the traces of some blocks, or from using them. `kept_traces` needs it."""
-    digest_of(*_SOURCES)  # here once, not in each fork
+    _here()  # here once, not in each fork
     # A name that is new in each process is part of the key of AOTAutograd's graphs, which would be traced again.
     pickler = autograd_cache.AOTAutogradCachePickler
     reduced = pickler._reduce_aot_config
@@ -77,8 +86,7 @@ def kept_traces(strategy: Strategy, others: str) -> Iterator[None]:
     Tracing takes two thirds of an attempt whose code is kept. This process compiles nothing else afterwards.
     """
     asked = strategy.model_copy(update=_UNTRACED).model_dump_json()
-    of_here = f"{torch.__version__} {torch.cuda.get_device_name()} {digest_of(*_SOURCES)}"
-    traces = _Traces(hashlib.sha256(f"{asked} {others} {of_here}".encode()).hexdigest()[:32])
+    traces = _Traces(hashlib.sha256(f"{asked} {others} {_here()}".encode()).hexdigest()[:32])
     vars(package)["DynamoCache"] = traces
     torch._dynamo.config.caching_precompile = True
     yield
@@ -106,10 +114,10 @@ class _Traces(package.DiskDynamoStore):
             return found if sum(len(code.guarded_codes) for code in found.dynamo.codes) < MOST_TRACES else None
         return None
 
-    def record_package(self, package: package.CompilePackage) -> None:
+    def record_package(self, traced: package.CompilePackage) -> None:  # type: ignore[override]
         """Collect all traces of a function, one of which is new."""
-        if not any(each.bypassed for each in package._codes.values()):
-            self._new[package.source_id] = package
+        if not any(each.bypassed for each in traced._codes.values()):
+            self._new[traced.source_id] = traced
 
     def keep(self) -> None:
         """Write the functions with new traces. Raises UserError if a file cannot be written."""
