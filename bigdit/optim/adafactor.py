@@ -13,13 +13,12 @@ import torch
 from torch.optim import Optimizer
 
 from bigdit.optim import factored
-from bigdit.optim.factored import descend, local, rms
+from bigdit.optim.factored import add_to, excess, local, rms
 from bigdit.optim.groups import Groups
 
-# Source: §9 of the paper: ε1, ε2, d, and the exponent of the decay β̂2 = 1 − t^−0.8.
+# Source: §9 of the paper: ε1, ε2, and the exponent of the decay β̂2 = 1 − t^−0.8.
 EPS_SQUARE = 1e-30
 EPS_SCALE = 1e-3
-CLIP_THRESHOLD = 1.0
 DECAY_EXPONENT = -0.8
 
 
@@ -49,10 +48,11 @@ class Adafactor(Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     update = _update(param, self.state[param], lr)
-                    descend(param, update, 1.0, decay, self._stochastic_rounding)
+                    add_to(param, update, 1.0, decay, self._stochastic_rounding)
 
 
 def _update(param: torch.Tensor, state: factored.State, lr: float) -> torch.Tensor:
+    """What is added to `param`. Scalars are multiplied with each other first, which saves passes over the matrix."""
     matrix = factored.as_matrix(param.grad, param)  # type: ignore[arg-type]  # it has a gradient
     if not state:
         state["step"] = 0
@@ -69,6 +69,6 @@ def _update(param: torch.Tensor, state: factored.State, lr: float) -> torch.Tens
         square = state["square"]
         square.mul_(1 - weight).addcmul_(matrix, matrix, value=weight).add_(EPS_SQUARE, alpha=weight)
         matrix.div_(square.sqrt())
-    factored.clip_rms_(matrix, param, CLIP_THRESHOLD)
     relative = min(lr, state["step"] ** -0.5)  # ρ
-    return matrix.mul_(rms(local(param), param).clamp_(min=EPS_SCALE).mul_(relative))
+    step = rms(local(param), param, -relative).clamp_(max=-relative * EPS_SCALE)
+    return matrix.mul_(step.div_(excess(matrix, param)))

@@ -10,13 +10,12 @@ from torch.optim import Optimizer
 
 from bigdit import libraries
 from bigdit.optim import factored
-from bigdit.optim.factored import State, descend
+from bigdit.optim.factored import State, add_to, excess
 from bigdit.optim.groups import Groups
 
-# Source: the paper's released code (github.com/yangluo7/CAME); Algorithm 2 calls them ε1, ε2 and d.
+# Source: the paper's released code (github.com/yangluo7/CAME); Algorithm 2 calls them ε1 and ε2.
 EPS_SQUARE = 1e-30
 EPS_RESIDUAL = 1e-16
-CLIP_THRESHOLD = 1.0
 
 
 class Came(Optimizer):
@@ -49,7 +48,7 @@ class Came(Optimizer):
                 if param.grad is not None:
                     update = self._update(param, self.state[param], *group["betas"])
                     decay = 1 - group["lr"] * group["weight_decay"]
-                    descend(param, update, group["lr"], decay, self._stochastic_rounding)
+                    add_to(param, update, -group["lr"], decay, self._stochastic_rounding)
 
     def _update(
         self, param: torch.Tensor, state: factored.State, beta1: float, beta2: float, beta3: float
@@ -58,7 +57,7 @@ class Came(Optimizer):
         if not state:
             self._start(param, state, matrix)
         self._normalise_(matrix, param, state, beta2)
-        factored.clip_rms_(matrix, param, CLIP_THRESHOLD)  # û
+        matrix.div_(excess(matrix, param))  # û
         momentum = self._states.fetch(state, "exp_avg", signed=True)
         momentum.lerp_(matrix, 1 - beta1)  # m
         self._states.keep(state, "exp_avg", momentum, signed=True)

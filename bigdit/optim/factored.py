@@ -1,7 +1,7 @@
 """Second moments as the means of rows and columns (Shazeer & Stern, arXiv:1804.04235, §3).
 
 A weight [O, ...] is treated as the matrix [O, rest], also that of a convolution. Its rows may be sharded (a DTensor of
-FSDP2). Statistics have O + rest numbers, moments O × rest. `descend` is the last line of an optimizer step, for fp32
+FSDP2). Statistics have O + rest numbers, moments O × rest. `add_to` is the last line of an optimizer step, for fp32
 weights, or bf16 ones without fp32 masters.
 """
 
@@ -28,14 +28,16 @@ def sum_over_shards(part: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def rms(values: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+def rms(values: torch.Tensor, of: torch.Tensor, times: float = 1.0) -> torch.Tensor:
     """The root of the mean square over the whole of `of`, a scalar; `values`: this process's part of it."""
-    squares = torch.linalg.vector_norm(values, dtype=torch.float32).square_()
-    return sum_over_shards(squares, of).div_(of.numel()).sqrt_()
+    norm = torch.linalg.vector_norm(values, dtype=torch.float32)
+    if isinstance(of, DTensor):
+        norm = sum_over_shards(norm.square_(), of).sqrt_()
+    return norm.mul_(times * of.numel() ** -0.5)
 
 
-def descend(param: torch.Tensor, update: torch.Tensor, lr: float, decay: float, stochastic: bool) -> None:
-    """param ← decay · param − lr · update, in place; fp32 `update` is overwritten.
+def add_to(param: torch.Tensor, update: torch.Tensor, times: float, decay: float, stochastic: bool) -> None:
+    """param ← decay · param + times · update, in place; fp32 `update` is overwritten.
 
     `stochastic`: bf16 weights are rounded up with the probability that makes the expectation exact, so that small
     updates, below half a bf16 step, are not lost.
@@ -43,11 +45,13 @@ def descend(param: torch.Tensor, update: torch.Tensor, lr: float, decay: float, 
     param = local(param)
     update = update.view(param.shape)
     if stochastic and param.dtype == torch.bfloat16:
-        param.copy_(round_to_bf16_(update.mul_(-lr).add_(param, alpha=decay)))
+        if times != 1:
+            update.mul_(times)
+        param.copy_(round_to_bf16_(update.add_(param, alpha=decay)))
         return
     if decay != 1:
         param.mul_(decay)
-    param.add_(update, alpha=-lr)
+    param.add_(update, alpha=times)
 
 
 def round_to_bf16_(values: torch.Tensor) -> torch.Tensor:
@@ -82,10 +86,10 @@ def start(state: State, name: str, matrix: torch.Tensor) -> None:
 def update(state: State, name: str, matrix: torch.Tensor, param: torch.Tensor, weight: float, eps: float) -> None:
     """Move the statistics by `weight` towards those of matrix² + eps (Algorithm 4, lines 4 and 5, with means
     for sums)."""
-    row = torch.linalg.vector_norm(matrix, dim=1).square_().div_(matrix.shape[1]).add_(eps)
-    col = sum_over_shards(torch.linalg.vector_norm(matrix, dim=0).square_(), param).div_(param.shape[0]).add_(eps)
-    state[f"{name}_row"].lerp_(row, weight)
-    state[f"{name}_col"].lerp_(col, weight)
+    row = torch.linalg.vector_norm(matrix, dim=1)
+    squares = sum_over_shards(torch.linalg.vector_norm(matrix, dim=0).square_(), param)
+    state[f"{name}_row"].mul_(1 - weight).addcmul_(row, row, value=weight / matrix.shape[1]).add_(weight * eps)
+    state[f"{name}_col"].mul_(1 - weight).add_(squares, alpha=weight / param.shape[0]).add_(weight * eps)
 
 
 def divide_by_root_(matrix: torch.Tensor, state: State, name: str) -> torch.Tensor:
@@ -95,6 +99,6 @@ def divide_by_root_(matrix: torch.Tensor, state: State, name: str) -> torch.Tens
     return matrix.mul_((row / col.mean()).rsqrt_().unsqueeze(1)).mul_(col.rsqrt())
 
 
-def clip_rms_(values: torch.Tensor, param: torch.Tensor, threshold: float) -> torch.Tensor:
-    """values / max(1, RMS(values) / threshold) (§6), in place."""
-    return values.div_(rms(values, param).div_(threshold).clamp_(min=1))
+def excess(values: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """max(1, RMS(values)), a scalar: what an update is divided by (§6, with d = 1)."""
+    return rms(values, param).clamp_(min=1)
