@@ -194,7 +194,7 @@ class EmulatedGpus:
         fitting, failing = below or 0, min(above or row.failing, row.failing)
         while fitting + 1 < failing:
             expected = row.expected(reserved, capacity_bytes)
-            size = min(max(int(expected), fitting + 1), failing - 1)
+            size = min(max(round(expected), fitting + 1), failing - 1)
             request = row.request(size)
             hopeless = size > expected and not request.strategy.compile_blocks
             room = capacity_bytes if hopeless else UNLIMITED
@@ -236,7 +236,8 @@ class EmulatedGpus:
         except (UserError, WorkerError):  # it read values
             self._needs_values[kind] = True
             return self._run(job, slot, values=True)
-        if not without.reads or job.request.strategy.compile_blocks:  # compiled kernels compute no values anyway
+        # Compiled kernels compute no values anyway, and swapped blocks are copied, not read.
+        if not without.reads or job.request.strategy.compile_blocks or kind in self._unread:
             self._unread.add(kind)
             return without
         with self._comparing.setdefault(kind, Lock()):

@@ -27,6 +27,24 @@ def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
     Rows that are as lossless as `known` come first. The others follow where they are better. Added are the fastest
     row, and the fastest for each dtype of frozen weights without a row. All run; those that do not fit are left out.
     """
+    shown, beside = _shown(planner, known), [] if planner.passed_over is None else [planner.passed_over]
+    ran = [each for each in planner.run(_fastest_first(shown)) if each is not None and each.verdict != "DOES NOT FIT"]
+    rows = [*beside, *(each for each in ran if all(each.title != other.title for other in beside)), known]
+    rows.sort(key=lambda row: (row.lossless != known.lossless, -rate(row)))
+    reasons = [recommended(row, rows) if row is known else _reason(row, known) for row in rows]
+    return tuple(row.model_copy(update={"reason": why}) for row, why in zip(rows, reasons, strict=True))
+
+
+def begin(planner: Planner, best: Estimate) -> None:
+    """Search the largest micro-batches of `best`, and run what its plan is likely to show. The attempts are cached."""
+    planner.find_limits(best)
+    planner.unlimited([each.strategy for each in _shown(planner, best)])
+    if (limit := planner.limits[best.title].get(planner.request.resolution)) is not None:
+        runs(planner, best, limit)
+
+
+def _shown(planner: Planner, known: Estimate) -> list[Estimate]:
+    """The predicted rows of the front, without `known`."""
     spread = {each.title: each for option in planner.options.values() for each in _spread(planner, option)}
     every = [each for title, each in spread.items() if title != known.title]
     alike = [each for each in every if each.lossless == known.lossless]
@@ -37,16 +55,10 @@ def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
     shown += _thinned(others, room - len(shown))
     if alike and (fastest := _fastest_first(alike)[0]) not in shown and rate(fastest) > rate(known):
         shown.append(fastest)
-    beside = [] if planner.passed_over is None else [planner.passed_over]
-    bases = {each.strategy.base for each in (*shown, *beside, known)}
+    bases = {each.strategy.base for each in (*shown, known, planner.passed_over or known)}
     # nf4 takes less than int8 and is as fast, so no front has an int8 base, although its error is a tenth.
     fastest_of = {each.strategy.base: each for each in reversed(_fastest_first(every))}
-    shown += [each for base, each in fastest_of.items() if base not in bases]
-    ran = [each for each in planner.run(_fastest_first(shown)) if each is not None and each.verdict != "DOES NOT FIT"]
-    rows = [*beside, *(each for each in ran if all(each.title != other.title for other in beside)), known]
-    rows.sort(key=lambda row: (row.lossless != known.lossless, -rate(row)))
-    reasons = [recommended(row, rows) if row is known else _reason(row, known) for row in rows]
-    return tuple(row.model_copy(update={"reason": why}) for row, why in zip(rows, reasons, strict=True))
+    return shown + [each for base, each in fastest_of.items() if base not in bases]
 
 
 def _frontier(estimates: Sequence[Estimate]) -> list[Estimate]:

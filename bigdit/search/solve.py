@@ -30,6 +30,7 @@ from bigdit.search.option import (
 )
 from bigdit.search.plan import Estimate, Rejected, Verdict, node_bytes
 from bigdit.search.planner import SAME_SPEED, Failure, Planner, as_fast_as, rate
+from bigdit.search.rows import begin
 from bigdit.search.space import COPIES, proposals
 from bigdit.speed.work import work_of
 from bigdit.strategy import LEAST_SWAPPED, Strategy
@@ -145,7 +146,7 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
     soon = [each for each in group if not each.strategy.blocks_to_swap] if request.cluster.gpus == 1 else bases
     soon, then = ([each for each in some if _may_fit(planner, each)] for some in (soon, later))
     soon += then[: planner.gpus.count - len(soon)] if 0 < len(soon) < planner.gpus.count else []
-    planner.gpus.apart(lambda each: _begin(planner, each, bases), soon)
+    planner.gpus.apart(partial(_begin, planner), soon)
     for base in bases:
         on_host: dict[str, int] = {}  # bytes by title, of those that fit the GPU
         for each in (each for each in group if base in (each, each.base)):
@@ -167,11 +168,13 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
     return engines, short
 
 
-def _begin(planner: Planner, option: Option, bases: Sequence[Option]) -> None:
-    """Run the first attempt of an option, and for one of the `bases` that holds, all that `explore` asks of it."""
+def _begin(planner: Planner, option: Option) -> None:
+    """Run the first attempts of an option, and for a base that holds, all that `explore` asks of it."""
+    if not option.strategy.optimizer_in_cpu_memory:
+        probe(planner, _first_strategies(planner, option), variant=option.base is not None)
     ran = isinstance(_first_attempt(planner, option), Attempt)
     holds, host = _state(planner, option)
-    if ran and option in bases and holds and host <= planner.request.host_memory_bytes:
+    if ran and option.base is None and holds and host <= planner.request.host_memory_bytes:
         _attempts_of(planner, option)
 
 
@@ -492,7 +495,7 @@ def best_that_runs(planner: Planner, options: Sequence[Option]) -> Estimate | No
     over a quantised base may take its place.
 
     Predictions give the order, and each run corrects them. While an estimate is recorded, its largest micro-batches are
-    searched.
+    searched, and what its plan shows is run.
     """
     ran: dict[str, Estimate | None] = {}
     refused: set[str] = set()
@@ -516,9 +519,9 @@ def best_that_runs(planner: Planner, options: Sequence[Option]) -> Estimate | No
         if (faster := _over_quantised(planner, best)) is not None:
             return faster
         planner.progress.fits(best)
-        limits = pool.submit(planner.find_limits, best)
+        begun = pool.submit(begin, planner, best)
         recorded = planner.record(best)
-        limits.result()
+        begun.result()
         if recorded.verdict == "FITS":
             return recorded
         refused.add(best.title)
