@@ -80,10 +80,13 @@ class Cache(Generic[Answer]):
         return cache_root() / self.folder / f"{name}.json"
 
 
-@functools.cache
 def installed() -> str:
-    """The versions of the libraries that answers depend on."""
-    return json.dumps(versions(), sort_keys=True)
+    """What answers depend on here: versions of libraries, and variables that choose kernels or workspaces."""
+    chosen = {name: value for name, value in os.environ.items() if name.startswith(_CHOOSING)}
+    return json.dumps(versions() | chosen, sort_keys=True)
+
+
+_CHOOSING = ("CUBLAS", "DIFFUSERS_ATTN", "NVIDIA_TF32", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any, TypeVar
 
-from bigdit.cache import Cache, digest_of
+from bigdit.cache import Cache, digest_of, installed
 from bigdit.catalog import Gpu
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
@@ -66,12 +66,6 @@ class Row:
         return near[0] + (capacity_bytes - reserved[near[0]]) / max(sample, 1.0)
 
 
-def _around(reserved: Mapping[int, int], capacity_bytes: int) -> tuple[int | None, int | None]:
-    """The largest size that fits the capacity, and the smallest that does not."""
-    below = max((size for size, nbytes in reserved.items() if nbytes <= capacity_bytes), default=None)
-    return below, min((size for size, nbytes in reserved.items() if nbytes > capacity_bytes), default=None)
-
-
 def workers_here() -> int:
     """One for each core, and for each WORKER_BYTES: two at least, MOST_WORKERS at most."""
     cores = len(os.sched_getaffinity(0))
@@ -95,7 +89,7 @@ class EmulatedGpus:
         self.gpu, self.count = gpu, count or workers_here()
         self.build = cuda_build(cuda_python())
         self.unanswered: dict[str, None] = {}
-        self._settings = f"{self.build}, expandable segments {expandable_segments}"
+        self._settings = f"{self.build}, expandable segments {expandable_segments}, {installed()}"
         self.done: Callable[[int], None] = lambda answers: None
         self._timeout_s, self._answers = timeout_s, 0
         self._needs_values: dict[str, bool] = {}  # by kind, after a comparison: whether memory depends on values
@@ -190,8 +184,8 @@ class EmulatedGpus:
         except with compiled blocks, which are cached only after their backward pass.
         """
         reserved = dict(row.known)
-        below, above = _around(reserved, capacity_bytes)
-        fitting, failing = below or 0, min(above or row.failing, row.failing)
+        fitting = max((size for size, nbytes in reserved.items() if nbytes <= capacity_bytes), default=0)
+        failing = min([row.failing, *(size for size, nbytes in reserved.items() if nbytes > capacity_bytes)])
         while fitting + 1 < failing:
             expected = row.expected(reserved, capacity_bytes)
             size = min(max(round(expected), fitting + 1), failing - 1)

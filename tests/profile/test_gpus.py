@@ -49,7 +49,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return made
 
 
-def test_an_answer_is_found_again_and_follows_from_the_sources_and_the_build_of_torch(
+def test_an_answer_is_found_again_and_follows_from_sources_versions_and_variables(
     gpus: EmulatedGpus, cache: Path, worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = (gpus.attempt(asked(size)) for size in (1, 2))
@@ -66,9 +66,15 @@ def test_an_answer_is_found_again_and_follows_from_the_sources_and_the_build_of_
             patch.setattr(module, "digest_of", lambda *names: "of other sources")
             with pytest.raises(WorkerError):
                 other.attempt(asked(1))
-    monkeypatch.setattr(module, "cuda_build", lambda python: "another torch")
-    with EmulatedGpus(A40, 1) as newer, pytest.raises(WorkerError):
-        newer.attempt(asked(1))
+    for change in (
+        lambda patch: patch.setattr(module, "cuda_build", lambda python: "another torch"),
+        lambda patch: patch.setattr("bigdit.cache.versions", lambda: {"diffusers": "another"}),
+        lambda patch: patch.setenv("DIFFUSERS_ATTN_BACKEND", "native"),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            with EmulatedGpus(A40, 1) as newer, pytest.raises(WorkerError):
+                newer.attempt(asked(1))
 
 
 def test_a_damaged_answer_is_not_believed(
