@@ -151,12 +151,11 @@ class _Watch(Witness):
     def __init__(self, host_bytes: int) -> None:
         self.phases: dict[str, PhaseBytes] = {}
         self.launched: dict[str, Launched] = {}
-        self.params = self.reads = self.reserved_bytes = 0
+        self.params = self.reads = self.reserved_bytes = self._asked = 0
         self.packed_work: str | None = None
         self.block_bytes: tuple[int, ...] = ()
         self._counting: Counting | None = None
         self._phase: str | None = None
-        self._asked = 0  # copies to the host in this phase that only decide whether to step
         self._counts = importlib.import_module("bigdit_emulated.libraries").read_counts
         self._host = importlib.import_module("bigdit_emulated.host").tensor_bytes
         self._host_before = self._host()[0] - host_bytes

@@ -216,8 +216,12 @@ def fixes(planner: Planner, nearest: Estimate) -> tuple[Estimate, ...]:
         return []
 
     ways = (_unconstrained(request), _more_gpus(request), _adapters(request))
-    grown = [*_more_host(request, nearest), *_larger_gpu(planner, nearest)]
-    return (*(found for way in ways for found in first(way)), *grown)
+    found = [each for way in ways for each in first(way)]
+    short = request.short_of_host(nearest.host_bytes)
+    host = f"{gib(nearest.host_bytes)} of CPU memory per machine, instead of {gib(request.host_memory_bytes)}"
+    if short and nearest.headroom_bytes >= 0:
+        found.append(nearest.model_copy(update={"verdict": "FITS", "reason": host}))
+    return (*found, *_larger_gpu(planner, nearest, f"a larger GPU, and {host}" if short else "a larger GPU"))
 
 
 def _unconstrained(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequest]]:
@@ -267,18 +271,7 @@ def _best(planner: Planner) -> Estimate | None:
     return None
 
 
-def _more_host(request: ResolvedRequest, nearest: Estimate) -> list[Estimate]:
-    """`nearest` unchanged, where only CPU memory is too small."""
-    if nearest.headroom_bytes < 0 or not request.short_of_host(nearest.host_bytes):
-        return []
-    return [nearest.model_copy(update={"verdict": "FITS", "reason": _host(request, nearest)})]
-
-
-def _host(request: ResolvedRequest, nearest: Estimate) -> str:
-    return f"{gib(nearest.host_bytes)} of CPU memory per machine, instead of {gib(request.host_memory_bytes)}"
-
-
-def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:
+def _larger_gpu(planner: Planner, nearest: Estimate, why: str) -> list[Estimate]:
     """`nearest` unchanged on the smallest GPU of the catalogue on which it runs, in a machine with enough memory."""
     request, needed, strategy = planner.request, nearest.process.high_bytes, nearest.strategy
     if needed <= request.usable_bytes:
@@ -294,7 +287,6 @@ def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:
             continue
         if not attempt.fits:
             continue
-        short = request.short_of_host(nearest.host_bytes)
         update = {
             "title": f"{nearest.title}, on {gpu.title}",
             "verdict": "FITS",
@@ -302,7 +294,7 @@ def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:
             "peak_allocated_bytes": attempt.peak_allocated_bytes,
             "peak_reserved_bytes": attempt.peak_reserved_bytes,
             "headroom_bytes": gpu.usable_bytes - needed,
-            "reason": f"a larger GPU, and {_host(request, nearest)}" if short else "a larger GPU",
+            "reason": why,
         }
         return [nearest.model_copy(update=update | stepped(strategy, planner.recorded_step(nearest, gpu)))]
     return []

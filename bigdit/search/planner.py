@@ -316,7 +316,9 @@ class Planner:
         if blocks < option.strategy.blocks_to_swap:
             return dict.fromkeys(sizes, 0)
         expected = option.largest(blocks, capacity_bytes)
-        pixel_bytes = _sample_bytes(option, expected, blocks) / planned
+        half = max(expected, 2) / 2
+        sample_bytes = (option.reserved(2 * half, blocks) - option.reserved(half, blocks)) / half
+        pixel_bytes = max(sample_bytes, 1) / planned
         limits: dict[tuple[int, int], int | None] = {}
         failed: dict[int, int] = {}  # micro-batches that clearly do not fit, by the area of a sample
 
@@ -389,9 +391,3 @@ def _by_preference(estimates: Sequence[Estimate]) -> list[Estimate]:
         near.sort(key=lambda each: selective(each) and as_fast_as(plain, each))
     rest = [each for each in estimates if not as_fast_as(each, fastest)]
     return near + sorted(rest, key=lambda each: -rate(each))
-
-
-def _sample_bytes(option: Option, micro_batch_size: int, blocks: int) -> float:
-    """About the bytes of one more sample at this size."""
-    size = max(micro_batch_size, 2)
-    return max((option.reserved(size, blocks) - option.reserved(size / 2, blocks)) / (size / 2), 1)
