@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from gpus import A40, SMALL, request
+from gpus import A40, SMALL, empty_cache, request
 
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import Attempt, AttemptJob
@@ -198,17 +198,18 @@ def test_a_state_that_is_more_than_the_gpu_for_sure_needs_no_attempt() -> None:
 
 
 @pytest.mark.slow
-def test_a_gpu_that_has_nothing_to_do_begins_with_what_may_come_later() -> None:
+def test_a_gpu_that_has_nothing_to_do_begins_with_what_may_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path)))
     one, other = (pinned(ONLY, engine=engine) for engine in ("fsdp2-offload", "single"))
     first, later = (proposals(resolved(gpu=A40, constraints=each))[0] for each in (one, other))
-    ran = list[int]()
     with EmulatedGpus(A40, 2) as emulated:
-        emulated.done = ran.append
         planner = Planner(resolved(gpu=A40), emulated, Calibration())
-        assert hopeful(planner, first) == (first, [])
-        once = len(ran)
         assert hopeful(planner, first, later) == (first, [])
-    assert len(ran) == 2 * once + 2  # the same from the cache, and beside them the other's first one, looked at twice
+        begun = {*(tmp_path / "attempts").iterdir()}
+        assert explore(planner, [*first, *later]) == []
+        assert {*(tmp_path / "attempts").iterdir()} == begun
 
 
 @pytest.mark.slow
