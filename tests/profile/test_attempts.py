@@ -222,6 +222,11 @@ def test_what_an_optimizer_takes_does_not_follow_from_values(gpus: EmulatedGpus,
         assert gpus.attempt(of_kind).memory == gpus.attempt(alone).memory, optimizer
 
 
+def test_asking_whether_to_step_reads_nothing_that_memory_may_follow_from(gpus: EmulatedGpus) -> None:
+    adafactor = "single,precision=bf16_sr,optimizer.name=adafactor,gradient_clipping=null"
+    assert gpus.attempt(request(f"{adafactor},optimizer_in_backward=true")).reads == 0
+
+
 def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> None:
     asked = [AttemptJob(request=request("single", 12), capacity_bytes=40 * GIB)]
     with EmulatedGpus(A40, 2) as own, ThreadPoolExecutor(1) as aside:
