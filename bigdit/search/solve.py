@@ -138,14 +138,14 @@ def _second_strategies(
 def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] = ()) -> tuple[list[Option], ...]:
     """Engines whose state fits the GPU and CPU memory with any optimizer; and those whose state only fits the GPU.
 
-    All others are rejected. Idle emulated GPUs already begin with options that come `later`.
+    All others are rejected. If an emulated GPU is idle, it already begins with the first option that comes `later`.
     """
     request, engines, short = planner.request, list[Option](), list[Option]()
     bases = [each for each in group if each.base is None]
     # Attempts run in parallel and are cached. A single GPU usually has one engine, whose variants are all explored.
     soon = [each for each in group if not each.strategy.blocks_to_swap] if request.cluster.gpus == 1 else bases
     soon, then = ([each for each in some if _may_fit(planner, each)] for some in (soon, later))
-    soon += then[: planner.gpus.count - len(soon)] if 0 < len(soon) < planner.gpus.count else []
+    soon += then[:1] if 0 < len(soon) < planner.gpus.count else []
     planner.gpus.apart(partial(_begin, planner), soon)
     for base in bases:
         on_host: dict[str, int] = {}  # bytes by title, of those that fit the GPU
