@@ -86,7 +86,8 @@ def installed() -> str:
     return json.dumps(versions() | chosen, sort_keys=True)
 
 
-_CHOOSING = ("CUBLAS", "DIFFUSERS_ATTN", "NVIDIA_TF32", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+_CHOOSING = ("CUBLAS", "DIFFUSERS_ATTN", "NVIDIA_TF32", "PYTORCH_NO_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+"""How the names of these variables begin. The allocator's settings are not among them: each attempt sets its own."""
 
 
 @functools.cache

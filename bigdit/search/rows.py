@@ -35,7 +35,7 @@ def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
     return tuple(row.model_copy(update={"reason": why}) for row, why in zip(rows, reasons, strict=True))
 
 
-def begin(planner: Planner, best: Estimate) -> None:
+def run_shown(planner: Planner, best: Estimate) -> None:
     """Search the largest micro-batches of `best`, and run what its plan is likely to show. The attempts are cached."""
     planner.find_limits(best)
     planner.unlimited([each.strategy for each in _shown(planner, best)])

@@ -30,7 +30,7 @@ from bigdit.search.option import (
 )
 from bigdit.search.plan import Estimate, Rejected, Verdict, node_bytes
 from bigdit.search.planner import SAME_SPEED, Failure, Planner, as_fast_as, rate
-from bigdit.search.rows import begin
+from bigdit.search.rows import run_shown
 from bigdit.search.space import COPIES, proposals
 from bigdit.speed.work import work_of
 from bigdit.strategy import LEAST_SWAPPED, Strategy
@@ -519,9 +519,9 @@ def best_that_runs(planner: Planner, options: Sequence[Option]) -> Estimate | No
         if (faster := _over_quantised(planner, best)) is not None:
             return faster
         planner.progress.fits(best)
-        begun = pool.submit(begin, planner, best)
+        shown = pool.submit(run_shown, planner, best)
         recorded = planner.record(best)
-        begun.result()
+        shown.result()
         if recorded.verdict == "FITS":
             return recorded
         refused.add(best.title)
