@@ -192,7 +192,8 @@ def page(document: dict[str, Any], found: dict[str, Any]) -> str:
         elif "peak_gib" in got:
             errors.append(got["peak_gib"] / measured - 1)
             off = f"{errors[-1]:+.1%}"
-        columns = [cell["family"], cell["precision"], cell["mode"], cell["gpu"], got.get("torch", ""), str(measured), said, off]
+        asked = [cell[key] for key in ("family", "precision", "mode", "gpu")]
+        columns = [*asked, got.get("torch", ""), str(measured), said, off]
         rows.append(f"| {' | '.join(columns)} |")
     sizes = sorted(map(abs, errors)) or [0.0]
     figures = f"""
