@@ -28,6 +28,12 @@ def test_it_ends_with_its_status_when_its_threads_have_ended(status):
     assert done.stdout == "the last linea thread's end\nat exit\n"
 
 
+def test_ctrl_c_while_it_ends_changes_nothing_that_is_printed():
+    at_exit = "import os, signal; atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\nleave("
+    done = run_command(sys.executable, "-c", LEAVES.format(status=0).replace("leave(", at_exit))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the last linea thread's end\n", "")
+
+
 def test_words_that_cannot_be_written_are_no_success():
     done = run_command(
         "sh", "-c", 'exec "$0" -c "$1" >/dev/full', sys.executable, LEAVES.format(status=0), PYTHONUNBUFFERED=""

@@ -69,11 +69,20 @@ def leave(status: int) -> NoReturn:
 
     During finalization a gloo thread that frees its last tensor aborts the process, and a finished run would look
     failed (torch 2.13, c10d::ProcessGroupGloo::runLoop).
+
+    Ctrl-C meanwhile ends the process at once, with the same status.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not a trainer's handler, and not ignored
+        signal.signal(signal.SIGINT, lambda *_: _end(status))
     if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
         time.sleep(PATIENCE_S)  # torchrun ends all when one fails: the process with the message must end first
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
