@@ -104,11 +104,12 @@ def prepare(
 
 
 def write_hub(document: dict[str, Any], work: Path) -> Path:
-    """Write a hub cache of all families with empty weights, as --fake-weights makes one, unless it is there."""
+    """Write a hub cache of all families with empty weights, as --fake-weights makes one, but for what is there."""
     hub = work / "hub"
-    if hub.is_dir():
+    asked = [name for family in document["families"].values() for name in family["fake"]]
+    names = [name for name in asked if not (hub / f"models--{name.partition('=')[0].replace('/', '--')}").is_dir()]
+    if not names:
         return hub
-    names = [name for family in document["families"].values() for name in family["fake"]]
     for name, configs in document["repositories"].items():
         for path, content in configs.items():
             (work / name / path).parent.mkdir(parents=True, exist_ok=True)

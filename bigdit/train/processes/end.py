@@ -82,11 +82,10 @@ def leave(status: int) -> NoReturn:
 
 
 def _end(status: int) -> NoReturn:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:
+        except (OSError, RuntimeError):  # RuntimeError: Ctrl-C came within a flush that waits for the reader
             status = status or 120  # the interpreter's status when it cannot flush
     os._exit(status)
 
