@@ -110,6 +110,7 @@ def _import_all() -> None:
     torch.set_num_threads(1)  # the threads of a pool do not survive a fork
     torch.cuda.init()  # torch refuses to in a fork, since a real driver would
     torch.cuda._is_in_bad_fork = lambda: False  # no driver has state that a fork would break
+    torch.cuda.get_device_properties(0)  # torch keeps them; without a limit more memory would be reported
 
 
 def _import_for(line: str) -> None:

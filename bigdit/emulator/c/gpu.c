@@ -12,8 +12,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define EACH ((size_t)4 << 40) /* addresses of one GPU, more than a run needs */
-#define ADDRESSES (EACH * GPUS_MOST)
+#define ADDRESSES ((size_t)64 << 40) /* of all GPUs, more than runs need */
 #define PROCESSES_MOST 1024
 
 /* The state that the processes of an emulation share: a row of bytes by GPU for each. Rows of dead processes are free. */
@@ -27,10 +26,12 @@ static struct state *state;
 static struct row *mine;
 static int state_file = -1;
 static char *first, *next[GPUS_MOST];
+static size_t each; /* addresses of one GPU */
 static size_t held[GPUS_MOST]; /* allocated ranges of addresses of each GPU */
-static char *lowest(int device) { return (char *)(((uintptr_t)first + device * EACH + GPU_PAGE - 1) & ~(GPU_PAGE - 1)); }
+static char *lowest(int device) { return (char *)(((uintptr_t)first + device * each + GPU_PAGE - 1) & ~(GPU_PAGE - 1)); }
 static int has_context[GPUS_MOST], has_nccl[GPUS_MOST];
 static size_t limit; /* the most bytes of a process without context and NCCL's buffers; 0: no limit */
+static int vast; /* whether one allocation was larger than the GPU, and got no addresses */
 static int final, full_once; /* whether everything is refused after one refusal, and whether one was */
 static struct gpu_counts counts;
 static const char *refused[64];
@@ -111,13 +112,14 @@ static void plug_in(void) {
     context_bytes = number(settings, "context"), nccl_bytes = number(settings, "nccl");
     values = number(settings, "values"), installed = (int)number(settings, "count");
     if (installed > GPUS_MOST) unusable("more than 16 GPUs");
+    each = ADDRESSES / installed;
     share(settings);
     see();
     first = mmap(NULL, ADDRESSES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (first == MAP_FAILED) unusable("no address space for its memory (ulimit -v?)");
     madvise(first, ADDRESSES, MADV_DONTDUMP);
     madvise(first, ADDRESSES, MADV_NOHUGEPAGE);
-    for (int i = 0; i < GPUS_MOST; i++) next[i] = lowest(i);
+    for (int i = 0; i < installed; i++) next[i] = lowest(i);
 }
 
 const struct gpu *gpu(void) { return pthread_once(&once, plug_in), &the_gpu; }
@@ -210,6 +212,7 @@ void gpu_give(int device, size_t n) {
     leave();
 }
 void gpu_limit(size_t n, int ends) { limit = n, final = ends, full_once = 0; }
+size_t gpu_told(void) { return gpu(), vast && limit > the_gpu.usable_bytes ? each / 128 : the_gpu.usable_bytes; }
 size_t gpu_used(int which) {
     gpu(), enter();
     size_t found = used(which);
@@ -234,7 +237,7 @@ void gpu_info(int device, size_t *free_bytes, size_t *usable_bytes) {
 int gpu_current(void) { return current; }
 int gpu_use(int device) { return device < 0 || device >= gpu_count() ? 1 : (current = device, 0); }
 int gpu_has(const void *at) { return first && (const char *)at >= first && (const char *)at < first + ADDRESSES; }
-int gpu_of(const void *at) { return gpu_has(at) ? (int)(((const char *)at - first) / EACH) : -1; }
+int gpu_of(const void *at) { return gpu_has(at) ? (int)(((const char *)at - first) / each) : -1; }
 
 void *gpu_addresses(int device, size_t n) {
     pthread_mutex_lock(&lock);
@@ -242,7 +245,7 @@ void *gpu_addresses(int device, size_t n) {
     next[device] += pages(n);
     held[device]++;
     pthread_mutex_unlock(&lock);
-    if (next[device] > first + (device + 1) * EACH) unusable("its addresses are used up");
+    if (next[device] > first + (device + 1) * each) unusable("its addresses are used up");
     return at;
 }
 void gpu_give_addresses(int device) {
@@ -357,6 +360,7 @@ int cuPointerGetAttribute(void *out, int attribute, uint64_t at) {
 /* -- the driver: virtual memory, for expandable segments -- */
 
 struct physical { size_t n; int device; };
+static __thread size_t unmapped; /* of one allocation, which torch asks for page by page */
 struct allocation_properties { int type, handle_types, location_type, location_id; void *rest[4]; };
 
 int cuMemGetAllocationGranularity(size_t *granularity, const void *properties, int option) {
@@ -370,7 +374,9 @@ int cuMemAddressFree(uint64_t at, size_t n) { return (void)n, gpu_give_addresses
 int cuMemCreate(uint64_t *handle, size_t n, const struct allocation_properties *properties, unsigned long long flags) {
     (void)flags;
     int device = properties->location_id;
-    if (gpu_take(device, n)) return OUT_OF_MEMORY;
+    unmapped += n; /* torch reserves a little more addresses than it was told, and crashes where it maps more */
+    if (unmapped > gpu_told()) return vast = 1, unmapped = 0, OUT_OF_MEMORY; /* it asks again */
+    if (gpu_take(device, n)) return unmapped = 0, OUT_OF_MEMORY;
     struct physical *made = malloc(sizeof *made);
     *made = (struct physical){n, device};
     return *handle = (uint64_t)made, OK;
@@ -382,7 +388,7 @@ int cuMemRelease(uint64_t handle) {
 }
 int cuMemMap(uint64_t at, size_t n, size_t offset, uint64_t handle, unsigned long long flags) {
     (void)offset, (void)handle, (void)flags;
-    return gpu_open((void *)at, n), OK;
+    return unmapped = 0, gpu_open((void *)at, n), OK;
 }
 int cuMemUnmap(uint64_t at, size_t n) { return gpu_close((void *)at, n), OK; }
 int cuMemSetAccess(uint64_t at, size_t n, const void *description, size_t count) {

@@ -50,6 +50,8 @@ int gpu_nccl(int device);             /* the same for NCCL's buffers */
 int gpu_take(int device, size_t n);   /* 0, or 1 if the GPU is full */
 void gpu_limit(size_t n, int final);  /* limit this process to `n` without context and NCCL's buffers;
                                          `final`: after one refusal, refuse everything */
+size_t gpu_told(void);                /* the bytes that torch is told, which reserves as many addresses at a time:
+                                         more than the GPU has once a higher limit's allocation needs them */
 void gpu_give(int device, size_t n);
 void gpu_info(int device, size_t *free_bytes, size_t *usable_bytes);
 size_t gpu_used(int installed);       /* by all processes of the emulation */

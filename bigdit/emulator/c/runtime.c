@@ -231,7 +231,7 @@ int cudaGetDeviceProperties(struct properties *out, int device) {
     memset(out, 0, sizeof *out);
     snprintf(out->name, sizeof out->name, "%s", c->name);
     gpu_uuid(gpu_index(device), out->uuid);
-    out->total = c->usable_bytes;
+    out->total = gpu_told();
     out->shared_per_block = 49152;
     out->registers_per_block = out->registers_per_multiprocessor = 65536;
     out->warp = 32;
