@@ -152,7 +152,10 @@ class EmulatedGpus:
                         self._refused[key] = error
                     raise
                 _ATTEMPTS.keep(key, found)
-            elif found.ran and not found.reads:
+            if found.out_of_memory is not None and job.capacity_bytes == UNLIMITED:
+                tried = found.out_of_memory.partition("Tried to allocate ")[2].partition(". ")[0]
+                raise UserError(f"one tensor of {job.request.model.name} takes {tried}, more than any GPU has")
+            if found.ran and not found.reads:
                 self._unread.add(_kind(job.request))
             return found
 
@@ -230,7 +233,7 @@ class EmulatedGpus:
         except (UserError, WorkerError):  # it read values
             self._needs_values[kind] = True
             return self._run(job, slot, values=True)
-        # Compiled kernels compute no values anyway, and swapped blocks are copied, not read.
+        # Compiled kernels compute no values anyway, and offloaded activations are copied, not read.
         if not without.reads or job.request.strategy.compile_blocks or kind in self._unread:
             self._unread.add(kind)
             return without
@@ -267,7 +270,7 @@ def _kind(request: StepRequest) -> str:
     fp16 has an effect on values.
     """
     settled = request.strategy.settled(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
-    alike = {"optimizer": OptimizerSpec(), "checkpointing": "full", "blocks_to_swap": 0}
+    alike = {"optimizer": OptimizerSpec(), "checkpointing": "full", "blocks_to_swap": 0, "offload_activations": False}
     alike["precision"] = settled.precision.removesuffix("_sr")
     batch = request.batch.model_copy(update={"latents": (1, 1, 1)})
     return request.model_copy(update={"strategy": settled.model_copy(update=alike), "batch": batch}).model_dump_json()
