@@ -57,8 +57,9 @@ class Attempt(Strict):
     """Two steps, or what ran until memory ran out, by torch's own counters.
 
     `out_of_memory`: torch's message. `retries`: how often the allocator freed cached memory to find room. `reads`:
-    copies from the GPU to CPU memory, before the optimizer steps. `launched`: by the second step. `packed_work` is a
-    Timeline without blocks; None if it was not counted. `block_bytes`: of the weights of each of the model's blocks.
+    copies from the GPU to CPU memory in the forward passes of model and encoders. `launched`: by the second step.
+    `packed_work` is a Timeline without blocks; None if it was not counted. `block_bytes`: of the weights of each of the
+    model's blocks.
     """
 
     out_of_memory: str | None

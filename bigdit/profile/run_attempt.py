@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from bigdit.engines import Ema, Engine, backward
+from bigdit.engines import Ema, Engine
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import versions
 from bigdit.files import replacing
@@ -42,7 +42,7 @@ from bigdit.profile.attempt import (
 )
 from bigdit.profile.steps import STEPS, Built, Witness, group, prepare, raw_batch, take, training
 from bigdit.profile.unwritten import large_uncomputed, unwritten, unwritten_weights
-from bigdit.record.costs import Counting, replaced, watching_linear
+from bigdit.record.costs import Counting, watching_linear
 from bigdit.record.recorder import History, Recorder
 from bigdit.record.watch import Watch, watching_fsdp2
 from bigdit.strategy import FACTORED, PACKAGES, Strategy
@@ -101,8 +101,7 @@ def _steps(job: AttemptJob, built: Built, watch: _Watch) -> None:
     blocks = workload.family.blocks(workload.model)
     watch.block_bytes = tuple(sum(each.nbytes for each in block.parameters()) for block in blocks)
     counts = job.counted != "nothing"
-    checks = replaced(backward, "is_finite", watch.only_asked)
-    with group(request.strategy) as world, checks, watching_linear() if counts else nullcontext():
+    with group(request.strategy) as world, watching_linear() if counts else nullcontext():
         fed = replace(workload, make=unwritten(workload.make))
         steps = training(fed, DEVICE, world, watch)
         for _ in range(STEPS):
@@ -151,7 +150,7 @@ class _Watch(Witness):
     def __init__(self, host_bytes: int) -> None:
         self.phases: dict[str, PhaseBytes] = {}
         self.launched: dict[str, Launched] = {}
-        self.params = self.reads = self.reserved_bytes = self._asked = 0
+        self.params = self.reads = self.reserved_bytes = 0
         self.packed_work: str | None = None
         self.block_bytes: tuple[int, ...] = ()
         self._counting: Counting | None = None
@@ -175,21 +174,12 @@ class _Watch(Witness):
             self._host()  # resets its peak: loading the model is not counted
         self._phase = name
         torch.cuda.reset_peak_memory_stats()
-        before, self._asked = self._counts(), 0
+        before = self._counts()
         yield
         after = self._counts()
-        if name not in UPDATE:  # there, the host only reads whether to step
-            self.reads += after["copies_to_host"] - before["copies_to_host"] - self._asked
+        if name in ("encode", "forward"):  # later, gradients are moved, and the host reads whether to step
+            self.reads += after["copies_to_host"] - before["copies_to_host"]
         self.launched[name] = self.launched.get(name, Launched(counts={})) + launched(before, after)
-
-    def only_asked(self, check: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
-        """`check`, which asks whether to step. What it reads is not in `reads`."""
-
-        def called(number: torch.Tensor) -> bool:
-            self._asked += 1
-            return check(number)
-
-        return called
 
     def end(self) -> None:
         """End the current phase."""
