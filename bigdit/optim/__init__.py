@@ -165,7 +165,7 @@ def step_alone(optimizer: Optimizer, param: torch.Tensor) -> None:
     """Step `param` alone, which has a gradient, with the settings of its group."""
     groups = optimizer.param_groups
     # By identity: tensors compare by their values. ZeRO-3 empties the groups between steps: then the first is used.
-    own = next((group for group in groups if any(map(partial(is_, param), group["params"]))), groups[0])
+    own = next((group for group in groups[1:] if any(map(partial(is_, param), group["params"]))), groups[0])
     optimizer.param_groups = [own | {"params": [param]}]
     try:
         optimizer.step()

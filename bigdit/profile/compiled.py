@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import requires, version
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,7 +35,8 @@ def without_machine_code() -> None:
     import torch._inductor.config
     from torch._inductor.async_compile import AsyncCompile
 
-    importlib.import_module("torch._inductor.compile_fx")
+    for each in ("compile_fx", "codegen.memory_planning"):  # the latter is imported by the code that it makes
+        importlib.import_module(f"torch._inductor.{each}")
     codecache = importlib.import_module("torch._inductor.codecache")
     codecache.torch_key()  # reads all of Inductor: here once, not in each fork
     # The same for Triton, which builds nothing here: its version is enough.
@@ -45,13 +48,32 @@ def without_machine_code() -> None:
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     AsyncCompile.triton = lambda self, name, source, **device: _Kernel(source)  # type: ignore[method-assign]
     importlib.import_module("torch._inductor.codegen.common").init_backend_registration()
-    # For its debug log, Dynamo parses all files that it traces, and times guards: a tenth of an attempt.
+    vars(codecache)["_reload_python_module"] = _module
+    torch.utils._triton.triton_hash_with_backend()  # here once, not in each fork
+    # For its debug log, Dynamo parses all files that it traces, and times guards. It also shortens guards, and explains
+    # them, which here nobody reads. All this is a fifth of an attempt.
     vars(importlib.import_module("torch._dynamo.symbolic_convert"))["get_funcname"] = lambda file, line: None
-    vars(importlib.import_module("torch._dynamo.guards"))["profile_guard_manager"] = lambda root, values, times: 0.0
+    guards = vars(importlib.import_module("torch._dynamo.guards"))
+    guards["profile_guard_manager"] = lambda root, values, times: 0.0
+    guards["get_verbose_code_part"] = lambda code, guard: code
+    guards["PyExprCSEPass"].count = lambda self, codes: None
+    guards["PyExprCSEPass"].replace = lambda self, code: ([], code)
     # Dynamo's first call looks up a lot: here once, not in each fork, for a twelfth of an attempt. There is no backward
     # pass, since autograd's threads would not survive a fork.
     torch.compile(torch.nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))
     torch._dynamo.reset()
+
+
+def _module(key: str, path: str, set_sys_modules: bool = True) -> ModuleType:
+    """Import a file that Inductor wrote. Inductor itself would compile it anew in each fork."""
+    module = ModuleType(f"torch._inductor.runtime.compile_tasks.{key}")
+    module.__dict__.update(__file__=path, key=key)
+    code = SourceFileLoader(module.__name__, path).get_code(module.__name__)  # kept beside the file
+    assert code is not None
+    exec(code, module.__dict__)
+    if set_sys_modules:
+        sys.modules[module.__name__] = module
+    return module
 
 
 class _Kernel:
