@@ -228,15 +228,15 @@ class Disturbed(stateful.RuleBasedStateMachine):
 
     def after_a_signal(self, command, signum, before):
         """A signalled training ends in one of the documented ways."""
-        lost, early = f"was ended by {signum.name}", "ended before a step was taken"
-        status = command.ends(0, -signum, 128 + signum, refused=lambda _: lost in command.text())
+        lost, early = (f"was ended by {signum.name}", "was lost after step"), "ended before a step was taken"
+        status = command.ends(0, -signum, 128 + signum, refused=lambda _: any(each in command.text() for each in lost))
         text, saved = command.text(), f"{signum.name}: saved"
-        ways = (saved, early, "ended at once, without a checkpoint", lost, "interrupted\n", "")
+        ways = (saved, early, "ended at once, without a checkpoint", *lost, "interrupted\n", "")
         printed = next(way for way in ways if way in text)
         if printed == saved:
             step = int(text.rpartition("resumes from step ")[2].split()[0])
             assert (self.output / "checkpoints/latest").read_text() == f"step-{step:08d}\n", text
-        elif status and printed in (lost, "interrupted\n", ""):
+        elif status and printed in (*lost, "interrupted\n", ""):
             assert printed or status == -signum, f"nothing was said: {text}"
             assert rows_of(self.output) in (before, self.course.rows), f"ended in the middle of training: {text}"
         return f"status {status}, {printed.strip() or 'nothing printed'}"
@@ -332,6 +332,8 @@ class Disturbed(stateful.RuleBasedStateMachine):
         file, whole, how = on.damage(self.draw, root, but="part" if name == "extract" else None)
         path, ended = str(file.relative_to(root)), "went on"
         hurt = int((re.findall(r"checkpoints/step-(\d+)/", path) or [0])[0])
+        folder = folder_of(root, hurt)
+        its = hurt and folder.stat().st_ino
         first = last = self.start(name)
         if first.ends(0, 1):
             ended = self.mended(first, file, whole, how)
@@ -339,7 +341,8 @@ class Disturbed(stateful.RuleBasedStateMachine):
             self.nothing_is_lost(hurt)
             last = self.start(name)
             last.ends(0)
-        unread = hurt and (ended == "went on" or self.newest > hurt) and folder_of(root, hurt).exists()
+        unread = hurt and (ended == "went on" or self.newest > hurt)
+        unread = unread and folder.exists() and folder.stat().st_ino == its  # else it was written anew
         if of != "a run" or unread or ("exports/" in path and ".tmp-" not in path):
             on.bring_back(file, whole)  # no process has read it
         if path == "metrics.jsonl":  # every row is there once, and right; or its loss was logged
