@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from bigdit.catalog.gpus import gpus
 from bigdit.config.plan_file import LargestMicroBatch
@@ -38,9 +39,10 @@ def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
 def run_shown(planner: Planner, best: Estimate) -> None:
     """Search the largest micro-batches of `best`, and run what its plan is likely to show. The attempts are cached."""
     planner.find_limits(best)
-    planner.unlimited([each.strategy for each in _shown(planner, best)])
+    work: list[Callable[[], object]] = [partial(planner.unlimited, [each.strategy for each in _shown(planner, best)])]
     if (limit := planner.limits[best.title].get(planner.request.resolution)) is not None:
-        runs(planner, best, limit)
+        work.append(partial(runs, planner, best, limit))
+    planner.gpus.apart(lambda run: run(), work)
 
 
 def _shown(planner: Planner, known: Estimate) -> list[Estimate]:
