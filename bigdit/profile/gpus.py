@@ -80,6 +80,7 @@ class EmulatedGpus:
     """`count` emulated GPUs of one kind, in parallel. Each job runs in a fork of one process.
 
     `done` is called with the number of answers so far. `unanswered` has a line for each reason why a job has no answer.
+    `knows_code`: whether the compiled code of all jobs is kept, as far as is known.
     Raises UserError without a CUDA build of torch.
     """
 
@@ -91,6 +92,7 @@ class EmulatedGpus:
         self.unanswered: dict[str, None] = {}
         self._settings = f"{self.build}, expandable segments {expandable_segments}, {installed()}"
         self.done: Callable[[int], None] = lambda answers: None
+        self.knows_code = False
         self._timeout_s, self._answers = timeout_s, 0
         self._needs_values: dict[str, bool] = {}  # by kind, after a comparison: whether memory depends on values
         self._unread: set[str] = set()  # kinds that read nothing from the GPU
@@ -152,6 +154,9 @@ class EmulatedGpus:
                         self._refused[key] = error
                     raise
                 _ATTEMPTS.keep(key, found)
+                if job.capacity_bytes < UNLIMITED and found.fits:  # the limit was never met
+                    free = {"capacity_bytes": UNLIMITED, "to_end": True}
+                    _ATTEMPTS.keep(self._key(job.model_copy(update=free)), found)
             if found.out_of_memory is not None and job.capacity_bytes == UNLIMITED:
                 tried = found.out_of_memory.partition("Tried to allocate ")[2].partition(". ")[0]
                 raise UserError(f"one tensor of {job.request.model.name} takes {tried}, more than any GPU has")
@@ -184,7 +189,7 @@ class EmulatedGpus:
         and reserved bytes at the sizes that ran. None if an attempt failed.
 
         Sizes run without a limit, to learn their bytes. One that should not fit runs with the limit, and ends early;
-        except with compiled blocks, which are cached only after their backward pass.
+        except with compiled blocks that are new, which are cached only after their backward pass.
         """
         reserved = dict(row.known)
         fitting = max((size for size, nbytes in reserved.items() if nbytes <= capacity_bytes), default=0)
@@ -193,7 +198,7 @@ class EmulatedGpus:
             expected = row.expected(reserved, capacity_bytes)
             size = min(max(round(expected), fitting + 1), failing - 1)
             request = row.request(size)
-            hopeless = size > expected and not request.strategy.compile_blocks
+            hopeless = size > expected and (self.knows_code or not request.strategy.compile_blocks)
             room = capacity_bytes if hopeless else UNLIMITED
             attempt = self._answered(AttemptJob(request=request, capacity_bytes=room, to_end=not hopeless))
             if not isinstance(attempt, Attempt):

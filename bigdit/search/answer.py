@@ -61,7 +61,8 @@ def made(
     began = time.perf_counter()
     asked = hashlib.sha256(f"{request.model_dump_json()} {gpus.build}".encode()).hexdigest()[:32]
     kept = Path(compile_caches()["TORCHINDUCTOR_CACHE_DIR"], f"plan-{asked}")  # it is deleted with the compiled code
-    compiled = f", its blocks compiled at each size{'' if kept.exists() else ': minutes the first time'}"
+    gpus.knows_code = kept.exists()
+    compiled = f", its blocks compiled at each size{'' if gpus.knows_code else ': minutes the first time'}"
     progress = Progress(f"planning the training of {request.model.name}{compiled * request.constraints.compile}", say)
     gpus.done = progress.count
     progress.begin("which engines and settings fit")

@@ -126,6 +126,16 @@ def amounts(load: Load) -> tuple[dict, dict]:
     return dict(load.operations.items()), dict(load.exchanges.items())
 
 
+def test_what_never_met_its_limit_is_known_without_one(
+    first: dict[str, Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / "empty")))
+    with EmulatedGpus(A40, 1) as own:
+        limited = own.attempt(request("single"), A40.usable_bytes, to_end=False)
+    assert own.attempt(request("single")) == limited  # from the cache: no process answers any more
+    assert limited.memory == first["single"].memory
+
+
 def test_an_attempt_within_fewer_bytes_looks_for_room_and_runs_out(gpus: EmulatedGpus) -> None:
     asked = request("fsdp2,world_size=8")
     most = gpus.attempt(asked).peak_reserved_bytes
