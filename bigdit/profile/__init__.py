@@ -8,9 +8,8 @@
 4. `run_attempt.py` takes two steps within so many bytes. It reports torch's own counters by phase, bytes of CPU
    tensors (`emulator/c/host.c` counts them) and launches. A counted attempt takes one more step, whose operators are
    summed up. Weights are address space without pages, and large CPU tensors are not computed (`unwritten.py`).
-5. Values of small tensors cost two thirds of the time. An attempt goes without them first. If the CPU read
-   nothing from the GPU, no byte can depend on a value. Else both ways are compared, once for attempts that differ
-   only in sizes or swapped blocks.
+5. Values of small tensors cost two thirds of the time. An attempt goes without them first. If the forward pass
+   read nothing on the CPU, no byte can depend on a value. Else it runs with them, as all do that differ only in sizes.
 6. Of several processes only the first one runs, in a group that needs no peers.
 7. A profile takes the two steps under `record`. The allocator's history has each block, the recorder says what it
    is, and the categories of a phase sum to torch's own peak.

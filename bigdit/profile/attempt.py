@@ -57,7 +57,7 @@ class Attempt(Strict):
     """Two steps, or what ran until memory ran out, by torch's own counters.
 
     `out_of_memory`: torch's message. `retries`: how often the allocator freed cached memory to find room. `reads`:
-    copies from the GPU to CPU memory in the forward passes of model and encoders. `launched`: by the second step.
+    copies from the GPU to CPU memory in the forward passes; 1 if it ran with values. `launched`: by the second step.
     `packed_work` is a Timeline without blocks; None if it was not counted. `block_bytes`: of the weights of each of the
     model's blocks.
     """
@@ -84,11 +84,6 @@ class Attempt(Strict):
     def fits(self) -> bool:
         """Whether it ran, and the allocator never had to free cached memory."""
         return self.ran and not self.retries
-
-    @property
-    def memory(self) -> tuple[int, int, int, dict[str, int]]:
-        """Equal for two attempts that need the same memory."""
-        return self.retries, self.peak_allocated_bytes, self.peak_reserved_bytes, self.peaks
 
     @property
     def peaks(self) -> dict[str, int]:

@@ -50,8 +50,8 @@ def without_machine_code() -> None:
     importlib.import_module("torch._inductor.codegen.common").init_backend_registration()
     vars(codecache)["_reload_python_module"] = _module
     torch.utils._triton.triton_hash_with_backend()  # here once, not in each fork
-    # For its debug log, Dynamo parses all files that it traces, and times guards. It also shortens guards, and explains
-    # them, which here nobody reads. All this is a fifth of an attempt.
+    # For logs, Dynamo parses the files that it traces, and times and explains guards. It shortens their code too. All
+    # this is a fifth of an attempt.
     vars(importlib.import_module("torch._dynamo.symbolic_convert"))["get_funcname"] = lambda file, line: None
     guards = vars(importlib.import_module("torch._dynamo.guards"))
     guards["profile_guard_manager"] = lambda root, values, times: 0.0
@@ -66,13 +66,10 @@ def without_machine_code() -> None:
 
 def _module(key: str, path: str, set_sys_modules: bool = True) -> ModuleType:
     """Import a file that Inductor wrote. Inductor itself would compile it anew in each fork."""
-    module = ModuleType(f"torch._inductor.runtime.compile_tasks.{key}")
+    name = f"torch._inductor.runtime.compile_tasks.{key}"
+    module = sys.modules[name] = ModuleType(name)
     module.__dict__.update(__file__=path, key=key)
-    code = SourceFileLoader(module.__name__, path).get_code(module.__name__)  # kept beside the file
-    assert code is not None
-    exec(code, module.__dict__)
-    if set_sys_modules:
-        sys.modules[module.__name__] = module
+    exec(SourceFileLoader(name, path).get_code(name) or "", module.__dict__)  # the bytecode is kept beside the file
     return module
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -80,7 +80,6 @@ class EmulatedGpus:
     """`count` emulated GPUs of one kind, in parallel. Each job runs in a fork of one process.
 
     `done` is called with the number of answers so far. `unanswered` has a line for each reason why a job has no answer.
-    `knows_code`: whether the compiled code of all jobs is kept, as far as is known.
     Raises UserError without a CUDA build of torch.
     """
 
@@ -92,12 +91,12 @@ class EmulatedGpus:
         self.unanswered: dict[str, None] = {}
         self._settings = f"{self.build}, expandable segments {expandable_segments}, {installed()}"
         self.done: Callable[[int], None] = lambda answers: None
-        self.knows_code = False
+        self.knows_code = False  # whether the compiled code of all jobs is kept, as far as is known
         self._timeout_s, self._answers = timeout_s, 0
-        self._needs_values: dict[str, bool] = {}  # by kind, after a comparison: whether memory depends on values
-        self._unread: set[str] = set()  # kinds that read nothing from the GPU
+        self._reads: dict[
+            str, bool
+        ] = {}  # by kind: whether the forward pass reads values, from which memory may follow
         self._refused: dict[tuple[str, ...], UserError] = {}  # a failed compilation would take as long again
-        self._comparing: dict[str, Lock] = {}  # by kind; held by the job that compares
         self._free: SimpleQueue[int] = SimpleQueue()
         for slot in range(self.count):
             self._free.put(slot)
@@ -118,15 +117,13 @@ class EmulatedGpus:
 
         Raises UserError for errors that the user can fix, TookTooLong, and WorkerError if the process dies.
         """
-        job, kind = AttemptJob(what="recorded", request=request), _kind(request)
+        job = AttemptJob(what="recorded", request=request)
         key = self._key(job)
         with self._free_slot() as slot:
             found = None if snapshot else _PROFILES.find(key)
             if found is None:
-                file = None if snapshot is None else str(snapshot.absolute())
-                guess = kind not in self._unread and not request.strategy.compile_blocks
-                values = self._needs_values.get(kind, guess)
-                asked = job.model_copy(update={"values": values, "snapshot": file})
+                values = self._reads.get(_kind(request), not request.strategy.compile_blocks)
+                asked = job.model_copy(update={"values": values, "snapshot": snapshot and str(snapshot.absolute())})
                 found = Profile.model_validate_json(self._ask(asked, slot))
                 _PROFILES.keep(key, found)
             return found
@@ -160,8 +157,9 @@ class EmulatedGpus:
             if found.out_of_memory is not None and job.capacity_bytes == UNLIMITED:
                 tried = found.out_of_memory.partition("Tried to allocate ")[2].partition(". ")[0]
                 raise UserError(f"one tensor of {job.request.model.name} takes {tried}, more than any GPU has")
-            if found.ran and not found.reads:
-                self._unread.add(_kind(job.request))
+            strategy = job.request.strategy
+            if (found.ran or found.reads) and not (strategy.compile_blocks or strategy.offload_activations):
+                self._reads.setdefault(_kind(job.request), found.reads > 0)
             return found
 
     def attempts(self, jobs: Sequence[AttemptJob]) -> list[Attempt | Exception]:
@@ -229,27 +227,17 @@ class EmulatedGpus:
                 self.done(self._answers)
 
     def _run_with_needed_values(self, job: AttemptJob, slot: int) -> Attempt:
-        """Run without values, which is faster; with them if memory depends on them, which is compared once by kind."""
-        kind = _kind(job.request)
-        if self._needs_values.get(kind):
-            return self._run(job, slot, values=True)
-        try:
-            without = self._run(job, slot, values=False)
-        except (UserError, WorkerError):  # it read values
-            self._needs_values[kind] = True
-            return self._run(job, slot, values=True)
-        # Compiled kernels compute no values anyway, and offloaded activations are copied, not read.
-        if not without.reads or job.request.strategy.compile_blocks or kind in self._unread:
-            self._unread.add(kind)
-            return without
-        with self._comparing.setdefault(kind, Lock()):
-            if kind in self._needs_values:
-                return self._run(job, slot, values=True) if self._needs_values[kind] else without
-            found = self._run(job.model_copy(update={"counted": "nothing"}), slot, values=True)
-            self._needs_values[kind] = found.memory != without.memory
-            if not self._needs_values[kind]:
-                return without
-            return self._run(job, slot, values=True) if job.counted != "nothing" else found
+        """Run without values, which is faster; with them if the forward pass reads any."""
+        kind, strategy = _kind(job.request), job.request.strategy
+        if not self._reads.get(kind):
+            # Compiled kernels compute no values anyway, and offloaded activations are copied, not read.
+            copied = strategy.compile_blocks or (strategy.offload_activations and kind in self._reads)
+            with suppress(UserError, WorkerError):  # else it read values
+                without = self._run(job, slot, values=False)
+                if copied or not without.reads:
+                    return without
+            self._reads[kind] = True
+        return self._run(job, slot, values=True).model_copy(update={"reads": 1})  # its values were on the host
 
     def _run(self, job: AttemptJob, slot: int, *, values: bool) -> Attempt:
         return Attempt.model_validate_json(self._ask(job.model_copy(update={"values": values}), slot))
@@ -270,10 +258,7 @@ class EmulatedGpus:
 
 
 def _kind(request: StepRequest) -> str:
-    """A key that is equal for attempts that differ only in sizes, or in settings without an effect on values.
-
-    fp16 has an effect on values.
-    """
+    """A key that is equal for attempts that differ only in sizes, or in settings (not fp16) that change no values."""
     settled = request.strategy.settled(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
     alike = {"optimizer": OptimizerSpec(), "checkpointing": "full", "blocks_to_swap": 0, "offload_activations": False}
     alike["precision"] = settled.precision.removesuffix("_sr")

@@ -292,34 +292,34 @@ class Planner:
             groups.setdefault((not each.lossless, self.options[each.option].last_resort), []).append(each)
         return [each for _, group in sorted(groups.items()) for each in _by_preference(group)]
 
-    def find_limits(self, chosen: Estimate) -> None:
-        """Add the largest micro-batches of each size to `limits`, without sizes where an attempt failed. The search
-        starts from predictions for the planned size."""
+    def find_limits(self, chosen: Estimate, beside: Callable[[], Iterable[Callable[[], object]]] = tuple) -> None:
+        """Add the largest micro-batches of each size to `limits`, without sizes where an attempt failed. The planned
+        size comes first, and the others start from its result. `beside` then returns what runs beside them."""
         columns = {"none": 0, "recommended": chosen.blocks, "full": self.options[chosen.option].count}
-        rows = [*dict.fromkeys(columns.values())]
-        ran = dict(zip(rows, self.gpus.apart(partial(self._largest, chosen), rows), strict=True))
+        ran: dict[int, dict[tuple[int, int], int | None]] = {blocks: {} for blocks in columns.values()}
+        searches = [self._search(chosen, blocks, found) for blocks, found in ran.items()]
         sizes = (self.request.resolution, *self.request.buckets)
-        found = {size: {column: ran[blocks].get(size) for column, blocks in columns.items()} for size in sizes}
-        self.limits[chosen.title] = {
-            size: LargestMicroBatch.model_validate({"height": size[0], "width": size[1], **limits})
-            for size, limits in found.items()
-            if limits["recommended"] is not None
-        }
+        for more in (tuple, beside):
+            self.gpus.apart(lambda run: run(), [*(partial(next, each, None) for each in searches), *more()])
+            found = {size: {column: ran[blocks].get(size) for column, blocks in columns.items()} for size in sizes}
+            self.limits[chosen.title] = {
+                size: LargestMicroBatch.model_validate({"height": size[0], "width": size[1], **limits})
+                for size, limits in found.items()
+                if limits["recommended"] is not None
+            }
 
-    def _largest(self, chosen: Estimate, blocks: int) -> dict[tuple[int, int], int | None]:
-        """The largest micro-batch of each size, with so many recomputed blocks.
-
-        The planned size comes first, from its prediction; then the others from the last result, two in parallel.
-        """
+    def _search(self, chosen: Estimate, blocks: int, limits: dict[tuple[int, int], int | None]) -> Iterator[None]:
+        """Add the largest micro-batch of each size, with so many recomputed blocks; the others after a pause."""
         request, option, capacity_bytes = self.request, self.options[chosen.option], self.capacity(chosen.strategy)
         sizes, planned = (request.resolution, *request.buckets), math.prod(request.resolution)
         if blocks < option.strategy.blocks_to_swap:
-            return dict.fromkeys(sizes, 0)
+            limits |= dict.fromkeys(sizes, 0)
+            yield
+            return
         expected = option.largest(blocks, capacity_bytes)
         half = max(expected, 2) / 2
         sample_bytes = (option.reserved(2 * half, blocks) - option.reserved(half, blocks)) / half
         pixel_bytes = max(sample_bytes, 1) / planned
-        limits: dict[tuple[int, int], int | None] = {}
         failed: dict[int, int] = {}  # micro-batches that clearly do not fit, by the area of a sample
 
         def steps(size: tuple[int, int], micro_batch_size: int) -> StepRequest:
@@ -342,16 +342,14 @@ class Planner:
                         option.note(blocks, found[1])
             return pixels
 
-        def is_searched(size: tuple[int, int]) -> bool:
-            near = size != request.resolution and abs(math.prod(size) / planned - 1) <= NEAR
-            return not near or blocks == chosen.blocks
-
         pixels = search(sizes[:1], float(expected * planned))
+        yield
+        searched = [size for size in sizes if blocks == chosen.blocks or abs(math.prod(size) / planned - 1) > NEAR]
         # Height and width swapped, a sample takes the same bytes.
-        turned = {size: next(each for each in sizes if each in (size, size[::-1])) for size in sizes}
-        others = [size for size in dict.fromkeys(turned.values()) if size != sizes[0] and is_searched(size)]
+        turned = {size: next(each for each in sizes if each in (size, size[::-1])) for size in searched}
+        others = [*dict.fromkeys(each for each in turned.values() if each != sizes[0])]
         self.gpus.apart(search, (others[::2], others[1::2]), (pixels, pixels))
-        return {size: limits[first] for size, first in turned.items() if first in limits and is_searched(size)}
+        limits |= {size: limits[first] for size, first in turned.items() if first in limits}
 
 
 def stepped(strategy: Strategy, step: StepTime) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from bigdit.catalog.gpus import gpus
@@ -38,11 +38,13 @@ def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
 
 def run_shown(planner: Planner, best: Estimate) -> None:
     """Search the largest micro-batches of `best`, and run what its plan is likely to show. The attempts are cached."""
-    planner.find_limits(best)
-    work: list[Callable[[], object]] = [partial(planner.unlimited, [each.strategy for each in _shown(planner, best)])]
-    if (limit := planner.limits[best.title].get(planner.request.resolution)) is not None:
-        work.append(partial(runs, planner, best, limit))
-    planner.gpus.apart(lambda run: run(), work)
+
+    def beside() -> Iterator[Callable[[], object]]:
+        yield partial(planner.unlimited, [each.strategy for each in _shown(planner, best)])
+        if (limit := planner.limits[best.title].get(planner.request.resolution)) is not None:
+            yield partial(runs, planner, best, limit)
+
+    planner.find_limits(best, beside)
 
 
 def _shown(planner: Planner, known: Estimate) -> list[Estimate]:

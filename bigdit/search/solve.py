@@ -151,9 +151,8 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
         on_host: dict[str, int] = {}  # bytes by title, of those that fit the GPU
         for each in (each for each in group if base in (each, each.base)):
             if not _may_fit(planner, each):
-                on_host |= (
-                    {each.title: _least_optimizer_bytes(planner, each)} if each.strategy.optimizer_in_cpu_memory else {}
-                )
+                if each.strategy.optimizer_in_cpu_memory:
+                    on_host[each.title] = _least_optimizer_bytes(planner, each)
                 continue
             holds, host = _state(planner, each)
             if holds and host <= request.host_memory_bytes:

@@ -21,7 +21,7 @@ from bigdit.catalog import CatalogModel
 from bigdit.config.load import parse_strategy
 from bigdit.emulator import build, emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
-from bigdit.profile.attempt import Profile, StepRequest, request_for
+from bigdit.profile.attempt import Attempt, Profile, StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus
 
 TIME_LIMIT_S = 240
@@ -59,6 +59,11 @@ def request(strategy: str, micro_batch_size: int = 2, model: CatalogModel = SMAL
     """Two steps of a SANA of three blocks, or of another model, on an A40 at 1024 × 1024."""
     asked = parse_strategy(strategy.split(",")).with_micro_batch_size(micro_batch_size)
     return request_for(model, A40, asked, resolution=(1024, 1024))
+
+
+def memory(attempt: Attempt) -> tuple[int, int, int, dict[str, int]]:
+    """Equal for two attempts that need the same memory."""
+    return attempt.retries, attempt.peak_allocated_bytes, attempt.peak_reserved_bytes, attempt.peaks
 
 
 def recorded_as_attempted(requests: Mapping[str, StepRequest], folder: Path) -> dict[str, Profile]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 from commands import HELPERS, ROOT, run_ranks
+from gpus import memory
 from stepping import one_batch
 from tiny_models import DIT, SANA, SHAPE, WAN
 from torch._dynamo.utils import counters
@@ -124,7 +125,7 @@ def test_traces_are_kept_for_equal_blocks_of_one_size(gpus):
 
 
 def same(attempt):
-    return attempt.memory, attempt.launched, attempt.packed_work
+    return memory(attempt), attempt.launched, attempt.packed_work
 
 
 @pytest.mark.slow
