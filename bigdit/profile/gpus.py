@@ -93,9 +93,7 @@ class EmulatedGpus:
         self.done: Callable[[int], None] = lambda answers: None
         self.knows_code = False  # whether the compiled code of all jobs is kept, as far as is known
         self._timeout_s, self._answers = timeout_s, 0
-        self._reads: dict[
-            str, bool
-        ] = {}  # by kind: whether the forward pass reads values, from which memory may follow
+        self._reads: dict[str, bool] = {}  # by kind: whether the forward pass reads values, which memory depends on
         self._refused: dict[tuple[str, ...], UserError] = {}  # a failed compilation would take as long again
         self._free: SimpleQueue[int] = SimpleQueue()
         for slot in range(self.count):
@@ -155,8 +153,7 @@ class EmulatedGpus:
                     free = {"capacity_bytes": UNLIMITED, "to_end": True}
                     _ATTEMPTS.keep(self._key(job.model_copy(update=free)), found)
             if found.out_of_memory is not None and job.capacity_bytes == UNLIMITED:
-                tried = found.out_of_memory.partition("Tried to allocate ")[2].partition(". ")[0]
-                raise UserError(f"one tensor of {job.request.model.name} takes {tried}, more than any GPU has")
+                raise UserError(f"{job.request.model.name} fits no GPU: {found.out_of_memory.partition('. GPU')[0]}")
             strategy = job.request.strategy
             if (found.ran or found.reads) and not (strategy.compile_blocks or strategy.offload_activations):
                 self._reads.setdefault(_kind(job.request), found.reads > 0)

@@ -21,7 +21,7 @@ from torch import nn
 
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import checkpoint_bytes
-from bigdit.errors import versions
+from bigdit.errors import UserError, versions
 from bigdit.files import replacing
 from bigdit.libraries import untested
 from bigdit.memory import HostMemory, Ledger, Span, Timeline, ledger
@@ -211,8 +211,8 @@ class _Watch(Witness):
 def recorded(request: StepRequest, built: Built, snapshot: str | None = None) -> Profile:
     """Two recorded steps on an empty GPU. torch's memory snapshot goes to the file `snapshot`.
 
-    Raises UserError if that cannot be written, and RuntimeError if the categories of a phase do not sum to torch's own
-    peak.
+    Raises UserError if that cannot be written, or if no memory is enough, and RuntimeError if the categories of a phase
+    do not sum to torch's own peak.
     """
     began, strategy, device = time.perf_counter(), request.strategy, torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -220,15 +220,18 @@ def recorded(request: StepRequest, built: Built, snapshot: str | None = None) ->
     importlib.import_module("bigdit_emulated.libraries").limit(UNLIMITED)
     history = History(stacks=snapshot is not None)
     marks, graphs = _Marks(Recorder(history)), CompiledGraphs(strategy)
-    with unwritten_weights(), large_uncomputed():
-        workload = prepare(request, built)
-        watching = watching_fsdp2(marks.recorder) if strategy.engine == "fsdp2" else nullcontext()
-        with group(strategy) as world, marks.recorder, watching:
-            for _ in itertools.islice(training(workload, device, world, marks), STEPS):
-                pass
-            marks.watch.close()
-            timeline, host_timeline = marks.recorder.timeline(), marks.recorder.host_timeline()
-            saved = checkpoint_bytes(*marks.trained)
+    try:
+        with unwritten_weights(), large_uncomputed():
+            workload = prepare(request, built)
+            watching = watching_fsdp2(marks.recorder) if strategy.engine == "fsdp2" else nullcontext()
+            with group(strategy) as world, marks.recorder, watching:
+                for _ in itertools.islice(training(workload, device, world, marks), STEPS):
+                    pass
+                marks.watch.close()
+                timeline, host_timeline = marks.recorder.timeline(), marks.recorder.host_timeline()
+                saved = checkpoint_bytes(*marks.trained)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"{request.model.name} fits no GPU: {str(error).partition('. GPU')[0]}") from None
     summed = ledger(timeline)
     _check(summed, timeline, history.peaks)
     if snapshot is not None:
