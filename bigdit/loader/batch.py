@@ -41,8 +41,9 @@ class _Tensors:
                 return {name: each(inner) for name, inner in value.items()}
             return tuple(map(each, value)) if isinstance(value, tuple) else value
 
-        # mypy does not see that Self is a dataclass here, in two places of the line.
-        return replace(self, **{one.name: each(getattr(self, one.name)) for one in fields(self) if one.name != but})  # type: ignore
+        # mypy does not see that Self is a dataclass here.
+        names = [one.name for one in fields(self) if one.name != but]  # type: ignore[arg-type]
+        return replace(self, **{name: each(getattr(self, name)) for name in names})  # type: ignore[type-var]
 
 
 def condition(tensor: torch.Tensor, device: torch.device, compute_dtype: torch.dtype) -> torch.Tensor:
