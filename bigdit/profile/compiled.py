@@ -9,10 +9,8 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from importlib.machinery import SourceFileLoader
 from importlib.metadata import requires, version
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,10 +46,9 @@ def without_machine_code() -> None:
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     AsyncCompile.triton = lambda self, name, source, **device: _Kernel(source)  # type: ignore[method-assign]
     importlib.import_module("torch._inductor.codegen.common").init_backend_registration()
-    vars(codecache)["_reload_python_module"] = _module
     torch.utils._triton.triton_hash_with_backend()  # here once, not in each fork
     # For logs, Dynamo parses the files that it traces, and times and explains guards. It shortens their code too. All
-    # this is a fifth of an attempt.
+    # this is a sixth of an attempt.
     vars(importlib.import_module("torch._dynamo.symbolic_convert"))["get_funcname"] = lambda file, line: None
     guards = vars(importlib.import_module("torch._dynamo.guards"))
     guards["profile_guard_manager"] = lambda root, values, times: 0.0
@@ -62,15 +59,6 @@ def without_machine_code() -> None:
     # pass, since autograd's threads would not survive a fork.
     torch.compile(torch.nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))
     torch._dynamo.reset()
-
-
-def _module(key: str, path: str, set_sys_modules: bool = True) -> ModuleType:
-    """Import a file that Inductor wrote. Inductor itself would compile it anew in each fork."""
-    name = f"torch._inductor.runtime.compile_tasks.{key}"
-    module = sys.modules[name] = ModuleType(name)
-    module.__dict__.update(__file__=path, key=key)
-    exec(SourceFileLoader(name, path).get_code(name) or "", module.__dict__)  # the bytecode is kept beside the file
-    return module
 
 
 class _Kernel:
