@@ -11,7 +11,7 @@ import ctypes
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import notices
@@ -91,7 +91,7 @@ class Kernels:
         self._library = torch.library.Library("aten", "IMPL")
         self.known = Known(torch)
         self._reads = Reads(torch, self.known)
-        self._without_cpu: set[Any] = set()
+        self._numbers: dict[tuple[type, str, Any, Any], Any] = {}
         self.left = False
 
     def wrap(self, name: str) -> None:
@@ -124,10 +124,12 @@ class Kernels:
 
     def _wrap_empty(self, operator: Any, kernel: Any) -> Callable[..., Any]:
         """Wrap an operator that only allocates memory: small tensors begin as zeros."""
+        call, small = kernel.call_boxed, self.known.small
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            tensor = kernel.call_boxed(keys, *args, **kwargs)
-            self._mark_unknown([tensor], [])
+            tensor = call(keys, *args, **kwargs)
+            if small(tensor):
+                self._mark_unknown((tensor,), ())
             return tensor
 
         return run
@@ -154,16 +156,22 @@ class Kernels:
         written = [(i, one.name) for i, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
         places = [i for i, one in enumerate(arguments) if str(one.type) == "Tensor"]
         fresh_start = operator._schema.overload_name.endswith("out") or operator._schema.name[6:] in _OVERWRITE
+        call, small = kernel.call_boxed, self.known.all_small  # looked up once: this runs for every operator
+        on_cpu = True
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            args = self._with_tensors(args, places)
-            results = kernel.call_boxed(keys, *args, **kwargs)
+            nonlocal on_cpu
+            for i in places:
+                if i < len(args) and isinstance(args[i], _NUMBERS):
+                    args = self._with_tensors(args, places)
+                    break
+            results = call(keys, *args, **kwargs)
+            fresh = () if written else tensors(results)
             mutated = [t for i, name in written for t in tensors(args[i] if i < len(args) else kwargs.get(name))]
-            fresh = [] if written else list(tensors(results))
-            touched = [*tensors(args), *tensors(list(kwargs.values()))]
-            if operator not in self._without_cpu and all(map(self.known.small, touched + fresh)):
+            if on_cpu and small(args) and small(kwargs.values()) and small(fresh):
+                touched = [*tensors(args), *tensors([*kwargs.values()])] if kwargs else tensors(args)
                 read = [t for t in touched if not any(t is one for one in mutated)] if fresh_start else touched
-                self._compute(operator, args, kwargs, read, mutated, fresh)
+                on_cpu = self._compute(operator, args, kwargs, read, mutated, fresh)
             else:
                 self._mark_unknown(fresh, mutated)
             return results
@@ -172,35 +180,38 @@ class Kernels:
 
     def _with_tensors(self, args: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
         """The arguments, with numbers turned back into tensors of the result's dtype."""
-        if not any(i < len(args) and isinstance(args[i], _NUMBERS) for i in places):
-            return args
-        torch, found = self._torch, list(args)
-        other = next((one for one in args if isinstance(one, torch.Tensor)), torch.tensor(0))
+        torch, cpu, found = self._torch, self._torch.device("cpu"), list(args)
+        other = next((one.dtype for one in args if isinstance(one, torch.Tensor)), torch.int64)
         for i in places:
             if i < len(args) and isinstance(args[i], _NUMBERS):
-                exact = torch.tensor(args[i], dtype=torch.float64 if isinstance(args[i], float) else None)
-                found[i] = exact.to(torch.result_type(other, args[i]))  # a too large integer wraps, as in kernels
+                key = type(args[i]), repr(args[i]), other, torch.get_default_dtype()
+                found[i] = self._numbers.get(key)
+                if found[i] is None:
+                    exact = torch.tensor(args[i], dtype=torch.float64 if isinstance(args[i], float) else None, device=cpu)
+                    dtype = torch.result_type(torch.empty(0, dtype=other, device=cpu), args[i])
+                    # A too large integer wraps, as in kernels. Kernels write to no number, so each is made once.
+                    found[i] = self._numbers[key] = exact.to(dtype)
         return tuple(found)
 
     def _compute(
-        self, operator: Any, args: Any, kwargs: Any, read: list[Any], mutated: list[Any], fresh: list[Any]
-    ) -> None:
+        self, operator: Any, args: Any, kwargs: Any, read: Sequence[Any], mutated: list[Any], fresh: Sequence[Any]
+    ) -> bool:
+        """Compute an operator's values. Returns whether the CPU has a kernel for it."""
         known = all(map(self.known.holds, read))
         try:
             computed = self.known.run_on_host(operator, args, kwargs)
         except (NotImplementedError, RuntimeError, TypeError, IndexError) as why:
             # The CPU has no such kernel, or not for these arguments. The result is unknown, and a read of it is
             # reported.
-            if isinstance(why, NotImplementedError):
-                self._without_cpu.add(operator)
             self._mark_unknown(fresh, mutated)
-            return
+            return not isinstance(why, NotImplementedError)
         for result, value in zip(fresh, tensors(computed), strict=False):
             if result.numel():
                 self.known.on_host(result).copy_(value)
             self.known.note(result, known)
         for tensor in mutated:
             self.known.note(tensor, known and (self.known.holds(tensor) or self.known.whole(tensor)))
+        return True
 
     def _mark_unknown(self, fresh: Iterable[Any], mutated: Iterable[Any]) -> None:
         """Make small results zero, and mark them as unknown. A mutated tensor with known values keeps them."""
@@ -228,8 +239,10 @@ class Known:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._known: set[int] = set()
-        self._storage = torch._C._construct_storage_from_data_pointer
+        self._address_of = torch._C._storage_address
         self._cpu = torch.device("cpu")
+        self._memory = torch._C._construct_storage_from_data_pointer(_FIRST, self._cpu, _LAST - _FIRST)
+        self._as: dict[Any, Any] = {}  # all memory as a tensor of each dtype
         self._random = torch.Generator("cpu")
         self._random.manual_seed(0)
         for count in (3, 5000):
@@ -247,6 +260,16 @@ class Known:
         if not tensor.is_cuda:
             return bool(tensor.numel() * tensor.element_size() <= LIMIT_BYTES)
         return self._of(tensor)[1] <= LIMIT_BYTES
+
+    def all_small(self, values: Iterable[Any]) -> bool:
+        """Whether all tensors among these values are small."""
+        for value in values:
+            if isinstance(value, self._torch.Tensor):
+                if not self.small(value):
+                    return False
+            elif isinstance(value, (list, tuple)) and not self.all_small(value):
+                return False
+        return True
 
     def holds(self, tensor: Any) -> bool:
         """Whether the values are known, as those of CPU tensors are."""
@@ -266,13 +289,15 @@ class Known:
 
         For a view of a large storage, new zeros.
         """
-        torch = self._torch
         address, nbytes = self._of(tensor)
         if nbytes > LIMIT_BYTES or not nbytes:
-            return torch.zeros(tensor.size(), dtype=tensor.dtype, device=self._cpu)
-        alias = self._storage(address, self._cpu, nbytes)
-        seen = torch.empty(0, dtype=tensor.dtype, device=self._cpu)
-        return seen.set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())
+            return self._torch.zeros(tensor.size(), dtype=tensor.dtype, device=self._cpu)
+        memory, dtype = self._as.get(tensor.dtype), tensor.dtype
+        if memory is None:
+            empty = self._torch.empty(0, dtype=dtype, device=self._cpu)
+            memory = self._as[dtype] = empty.set_(self._memory, 0, ((_LAST - _FIRST) // dtype.itemsize,), (1,))
+        start = (address - _FIRST) // dtype.itemsize + tensor.storage_offset()
+        return memory.as_strided(tensor.size(), tensor.stride(), start)
 
     def run_on_host(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """The CPU's result of an operator whose arguments are on the GPU."""
@@ -294,22 +319,26 @@ class Known:
         They are read from C++ memory. A Python object of a storage would add a reference for good, and autograd would
         then not add gradients in place (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp).
         """
-        words = (ctypes.c_uint64 * (_NBYTES + 1)).from_address(self._torch._C._storage_address(tensor))
+        words = _Storage.from_address(self._address_of(tensor))
         return words[_ADDRESS], words[_NBYTES]
 
 
 # The words of c10::StorageImpl: virtual table, reference counts, data address, context, deleter, device, size.
 # Source: c10/core/StorageImpl.h, c10/core/Allocator.h, torch 2.11 to 2.15.
 _ADDRESS, _NBYTES = 2, 6
+_Storage = ctypes.c_uint64 * (_NBYTES + 1)
+
+_FIRST, _LAST = 1 << 12, 1 << 47
+"""Addresses that a process may have on x86-64."""
 
 
-def tensors(value: Any) -> Iterator[Any]:
+def tensors(value: Any) -> Sequence[Any]:
     """The tensors in an argument or a result."""
     if hasattr(value, "untyped_storage"):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors(one)
+        return (value,)
+    if isinstance(value, (list, tuple)):
+        return [one for each in value for one in tensors(each)]
+    return ()
 
 
 class Reads:
