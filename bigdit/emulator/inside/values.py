@@ -187,7 +187,8 @@ class Kernels:
                 key = type(args[i]), repr(args[i]), other, torch.get_default_dtype()
                 found[i] = self._numbers.get(key)
                 if found[i] is None:
-                    exact = torch.tensor(args[i], dtype=torch.float64 if isinstance(args[i], float) else None, device=cpu)
+                    widest = torch.float64 if isinstance(args[i], float) else None
+                    exact = torch.tensor(args[i], dtype=widest, device=cpu)
                     dtype = torch.result_type(torch.empty(0, dtype=other, device=cpu), args[i])
                     # A too large integer wraps, as in kernels. Kernels write to no number, so each is made once.
                     found[i] = self._numbers[key] = exact.to(dtype)
@@ -206,8 +207,7 @@ class Kernels:
             self._mark_unknown(fresh, mutated)
             return not isinstance(why, NotImplementedError)
         for result, value in zip(fresh, tensors(computed), strict=False):
-            if result.numel():
-                self.known.on_host(result).copy_(value)
+            self.known.write(result, value)
             self.known.note(result, known)
         for tensor in mutated:
             self.known.note(tensor, known and (self.known.holds(tensor) or self.known.whole(tensor)))
@@ -289,15 +289,21 @@ class Known:
 
         For a view of a large storage, new zeros.
         """
-        address, nbytes = self._of(tensor)
-        if nbytes > LIMIT_BYTES or not nbytes:
+        if not 0 < self._of(tensor)[1] <= LIMIT_BYTES:
             return self._torch.zeros(tensor.size(), dtype=tensor.dtype, device=self._cpu)
         memory, dtype = self._as.get(tensor.dtype), tensor.dtype
         if memory is None:
             empty = self._torch.empty(0, dtype=dtype, device=self._cpu)
             memory = self._as[dtype] = empty.set_(self._memory, 0, ((_LAST - _FIRST) // dtype.itemsize,), (1,))
-        start = (address - _FIRST) // dtype.itemsize + tensor.storage_offset()
-        return memory.as_strided(tensor.size(), tensor.stride(), start)
+        return memory.as_strided(tensor.size(), tensor.stride(), (tensor.data_ptr() - _FIRST) // dtype.itemsize)
+
+    def write(self, tensor: Any, value: Any) -> None:
+        """Write the CPU's values into a small tensor."""
+        alike = tensor.dtype == value.dtype and tensor.shape == value.shape
+        if alike and tensor.is_contiguous() and value.is_contiguous():
+            ctypes.memmove(tensor.data_ptr(), value.data_ptr(), value.nbytes)  # less work than copy_
+        elif tensor.numel():
+            self.on_host(tensor).copy_(value)
 
     def run_on_host(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """The CPU's result of an operator whose arguments are on the GPU."""
