@@ -26,7 +26,14 @@ scaler.step(torch.optim.SGD(linear.parameters(), lr=0.1))
 scaler.update()
 square = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device)
 drawn = torch.randint(0, 1000, (64,), device=device)
+texts = torch.ones(128, 1024, dtype=torch.bfloat16)
+texts[:, 7:] = 0
+mask = texts.to(device)
+tokens = [mask.bool().sum(1).unique().tolist(), mask.nonzero().shape[0], (mask > 0.5).sum().item()]
+del mask
+tokens.append(torch.empty(128, 1024, dtype=torch.bfloat16, device=device).bool().sum().item())
 print(json.dumps({
+    "tokens": tokens,
     "sum": x.sum().item(),
     "where": (x == 3).nonzero().tolist(),
     "masked": x[x > 5].tolist(),
@@ -50,6 +57,7 @@ print(json.dumps({
 
 def test_small_tensors_are_computed():
     assert answers("a40", COMPUTED) == {
+        "tokens": [[7], 7 * 128, 7 * 128, 0],  # of a mask of 256 KiB, and where it lay
         "sum": 45,
         "where": [[3]],
         "masked": [6, 7, 8, 9],

@@ -1,6 +1,7 @@
 """Values of small tensors: operators on at most 64 KiB are computed by the CPU, in the GPU's own memory.
 
-So timesteps, masks, norms, flags and the checks of engines are right. Results of larger tensors are zero, and known to
+So timesteps, norms, flags and the checks of engines are right. Masks of many texts are larger: up to 1 MiB, what
+comes from the CPU is right too, with the integers that follow from it. Results of larger tensors are zero, and known to
 be unknown. The operators' CUDA kernels are wrapped in the dispatcher, below autograd. A dispatch mode would keep
 autograd from summing gradients in place, and so change what is allocated.
 """
@@ -77,7 +78,10 @@ def unknown(written: list[Any]) -> None:
     for kernels in _installed:
         if not kernels.left:
             with kernels._torch.utils._python_dispatch._disable_current_modes():  # which count what a script calls
-                kernels._mark_unknown(written, [])
+                for tensor in written:
+                    if tensor.is_cuda and kernels.known.small(tensor):
+                        kernels.known.on_host(tensor).zero_()
+                    kernels.known.note(tensor, False)
 
 
 class Kernels:
@@ -124,12 +128,11 @@ class Kernels:
 
     def _wrap_empty(self, operator: Any, kernel: Any) -> Callable[..., Any]:
         """Wrap an operator that only allocates memory: small tensors begin as zeros."""
-        call, small = kernel.call_boxed, self.known.small
+        call = kernel.call_boxed
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
             tensor = call(keys, *args, **kwargs)
-            if small(tensor):
-                self._mark_unknown((tensor,), ())
+            self.known.begin(tensor)
             return tensor
 
         return run
@@ -138,7 +141,12 @@ class Kernels:
         computing = self._wrap_computation(operator, kernel)
 
         def run(keys: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
-            return computing(keys, to, self._cast_on_gpu(to, source), non_blocking)
+            source = self._cast_on_gpu(to, source)
+            results = computing(keys, to, source, non_blocking)
+            if self.known.keeps_a_copy(to, source):
+                self.known.write(to, self.known.on_host(source) if source.is_cuda else source)
+                self.known.note(to, self.known.whole(to) or self.known.holds(to))
+            return results
 
         return run
 
@@ -147,8 +155,7 @@ class Kernels:
         gigabytes. Of large tensors only the memory is allocated."""
         if not to.is_cuda or source.device.type != "cpu" or source.dtype == to.dtype or source.shape != to.shape:
             return source
-        small = self.known.small(to) or self.known.small(source)
-        return source if small else self._torch.empty_like(source, dtype=to.dtype)
+        return source if source.nbytes <= MASK_BYTES else self._torch.empty_like(source, dtype=to.dtype)
 
     def _wrap_computation(self, operator: Any, kernel: Any) -> Callable[..., Any]:
         """Wrap an operator: its kernel runs, and then its values are computed if all tensors are small."""
@@ -156,7 +163,8 @@ class Kernels:
         written = [(i, one.name) for i, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
         places = [i for i, one in enumerate(arguments) if str(one.type) == "Tensor"]
         fresh_start = operator._schema.overload_name.endswith("out") or operator._schema.name[6:] in _OVERWRITE
-        call, small = kernel.call_boxed, self.known.all_small  # looked up once: this runs for every operator
+        # Looked up once: this runs for every operator.
+        call, readable, made = kernel.call_boxed, self.known.readable, self.known.computed
         on_cpu = True
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +176,7 @@ class Kernels:
             results = call(keys, *args, **kwargs)
             fresh = () if written else tensors(results)
             mutated = [t for i, name in written for t in tensors(args[i] if i < len(args) else kwargs.get(name))]
-            if on_cpu and small(args) and small(kwargs.values()) and small(fresh):
+            if on_cpu and readable(args) and readable(kwargs.values()) and all(map(made, fresh)):
                 touched = [*tensors(args), *tensors([*kwargs.values()])] if kwargs else tensors(args)
                 read = [t for t in touched if not any(t is one for one in mutated)] if fresh_start else touched
                 on_cpu = self._compute(operator, args, kwargs, read, mutated, fresh)
@@ -216,18 +224,19 @@ class Kernels:
     def _mark_unknown(self, fresh: Iterable[Any], mutated: Iterable[Any]) -> None:
         """Make small results zero, and mark them as unknown. A mutated tensor with known values keeps them."""
         for tensor in fresh:
-            if tensor.is_cuda and self.known.small(tensor):
-                self.known.on_host(tensor).zero_()
-                self.known.note(tensor, False)
+            self.known.begin(tensor)
         for tensor in mutated:
-            if tensor.is_cuda and self.known.small(tensor):
-                if not self.known.holds(tensor):
+            if tensor.is_cuda:
+                if self.known.small(tensor) and not self.known.holds(tensor):
                     self.known.on_host(tensor).zero_()
                 self.known.note(tensor, False)
 
 
 LIMIT_BYTES = 64 << 10
 """Tensors up to this size are computed, as in bigdit.emulator.launch."""
+
+MASK_BYTES = 1 << 20
+"""Known values are copied, and integers computed from them, up to this size: a mask of 512 texts of 1,024 tokens."""
 
 
 class Known:
@@ -261,23 +270,54 @@ class Known:
             return bool(tensor.numel() * tensor.element_size() <= LIMIT_BYTES)
         return self._of(tensor)[1] <= LIMIT_BYTES
 
-    def all_small(self, values: Iterable[Any]) -> bool:
-        """Whether all tensors among these values are small."""
+    def readable(self, values: Iterable[Any]) -> bool:
+        """Whether each tensor among these values is small, or a known mask."""
         for value in values:
             if isinstance(value, self._torch.Tensor):
-                if not self.small(value):
+                if not self._reads(value):
                     return False
-            elif isinstance(value, (list, tuple)) and not self.all_small(value):
+            elif isinstance(value, (list, tuple)) and not self.readable(value):
                 return False
         return True
 
+    def _reads(self, tensor: Any) -> bool:
+        if tensor.layout is not self._torch.strided:
+            return False
+        if not tensor.is_cuda:
+            return bool(tensor.nbytes <= MASK_BYTES)
+        address, nbytes = self._of(tensor)
+        return nbytes <= LIMIT_BYTES or (nbytes <= MASK_BYTES and address in self._known)
+
+    def computed(self, result: Any) -> bool:
+        """Whether values of an operator's result are computed: integers of a mask's size, too."""
+        if self.small(result) or result.layout is not self._torch.strided:
+            return self.small(result)
+        return not _has_fractions(result) and result.nbytes <= MASK_BYTES
+
+    def keeps_a_copy(self, to: Any, source: Any) -> bool:
+        """Whether a copy of a known mask, which is not small, is known: from the CPU, or as integers."""
+        if not to.is_cuda or (source.is_cuda and _has_fractions(to)):
+            return False
+        return LIMIT_BYTES < max(self._of(to)[1], source.nbytes) <= MASK_BYTES and self._reads(source)
+
     def holds(self, tensor: Any) -> bool:
         """Whether the values are known, as those of CPU tensors are."""
-        return not tensor.is_cuda or self._of(tensor)[0] in self._known
+        if not tensor.is_cuda:
+            return True
+        address, nbytes = self._of(tensor)
+        return nbytes <= MASK_BYTES and address in self._known
 
     def whole(self, tensor: Any) -> bool:
         """Whether it is its whole storage, and no view of a part."""
         return bool(tensor.numel() * tensor.element_size() == self._of(tensor)[1])
+
+    def begin(self, tensor: Any) -> None:
+        """Make a new GPU tensor unknown, and zero if it is small."""
+        if tensor.is_cuda and tensor.layout is self._torch.strided:
+            address, nbytes = self._of(tensor)
+            self._known.discard(address)
+            if nbytes <= LIMIT_BYTES:
+                ctypes.memset(address, 0, nbytes)
 
     def note(self, tensor: Any, known: bool) -> None:
         """Record whether the values of a GPU tensor, which was just written, are known."""
@@ -287,10 +327,14 @@ class Known:
     def on_host(self, tensor: Any) -> Any:
         """The same memory as a CPU tensor: the GPU's addresses are in this process.
 
-        For a view of a large storage, new zeros.
+        For a view of a large storage, and for an unknown mask, new zeros.
         """
-        if not 0 < self._of(tensor)[1] <= LIMIT_BYTES:
+        nbytes = self._of(tensor)[1]
+        if not nbytes or (nbytes > LIMIT_BYTES and not self.holds(tensor)):
             return self._torch.zeros(tensor.size(), dtype=tensor.dtype, device=self._cpu)
+        return self._alias(tensor)
+
+    def _alias(self, tensor: Any) -> Any:
         memory, dtype = self._as.get(tensor.dtype), tensor.dtype
         if memory is None:
             empty = self._torch.empty(0, dtype=dtype, device=self._cpu)
@@ -303,7 +347,7 @@ class Known:
         if alike and tensor.is_contiguous() and value.is_contiguous():
             ctypes.memmove(tensor.data_ptr(), value.data_ptr(), value.nbytes)  # less work than copy_
         elif tensor.numel():
-            self.on_host(tensor).copy_(value)
+            self._alias(tensor).copy_(value)
 
     def run_on_host(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """The CPU's result of an operator whose arguments are on the GPU."""
@@ -336,6 +380,10 @@ _Storage = ctypes.c_uint64 * (_NBYTES + 1)
 
 _FIRST, _LAST = 1 << 12, 1 << 47
 """Addresses that a process may have on x86-64."""
+
+
+def _has_fractions(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
 def tensors(value: Any) -> Sequence[Any]:
