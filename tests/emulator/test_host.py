@@ -15,16 +15,18 @@ def test_host_tensors_share_pages_and_weights_are_not_drawn():
         pinned = torch.empty(4 << 30, dtype=torch.uint8, pin_memory=True)
         layers[0].cuda()
         took = time.perf_counter() - began
-        small = torch.nn.Linear(8, 8)
+        small, kept = torch.nn.Linear(8, 8), torch.full((65536,), torch.nan)
+        kept = kept.normal_().to("cuda").isnan().sum().item()
         with open("/proc/self/status") as file:
             anonymous = next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
-        print(json.dumps([anonymous, took, float(small.weight.std()), pinned.is_pinned()]))
+        print(json.dumps([anonymous, took, float(small.weight.std()), kept, pinned.is_pinned()]))
         """,
     )
-    anonymous_kib, took, deviation, pinned = found
+    anonymous_kib, took, deviation, kept, pinned = found
     assert anonymous_kib < 2 * MIB  # KiB: 24 GiB of weights take 2 at most, with libraries
     assert took < 60
     assert deviation > 0.05
+    assert kept == 0  # not drawn, and not what lay there before
     assert pinned
 
 

@@ -10,9 +10,11 @@ from typing import Any
 from . import imports
 from .imports import replacing
 from .libraries import library
+from .values import MASK_BYTES
 
 DRAWN_BYTES = 64 << 10
-"""Larger tensors are not initialised, since the GPU would not have their values (values.LIMIT_BYTES)."""
+"""Larger tensors are not drawn, since the GPU would not compute with their values (values.LIMIT_BYTES). They are zero
+where it keeps them (values.MASK_BYTES)."""
 SHARED_BYTES = 32 << 20
 """Tensors of this size and more share pages, as in c/host.c."""
 
@@ -83,12 +85,14 @@ def _skip_initialising(torch: Any) -> None:
 
 
 def _of_small(function: Any) -> Any:
-    """`function` for small tensors only. Large CPU tensors are returned unchanged."""
+    """`function` for small tensors only. Larger CPU tensors become zero, and large ones are returned unchanged."""
 
     def drawn(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() > DRAWN_BYTES:
-            return tensor
-        return function(tensor, *args, **kwargs)
+        if tensor.device.type != "cpu" or tensor.nbytes <= DRAWN_BYTES:
+            return function(tensor, *args, **kwargs)
+        if tensor.nbytes <= MASK_BYTES:
+            tensor.detach().zero_()
+        return tensor
 
     return drawn
 
