@@ -188,19 +188,22 @@ class Kernels:
 
     def _with_tensors(self, args: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
         """The arguments, with numbers turned back into tensors of the result's dtype."""
-        torch, cpu, found = self._torch, self._torch.device("cpu"), list(args)
+        torch, found = self._torch, list(args)
         other = next((one.dtype for one in args if isinstance(one, torch.Tensor)), torch.int64)
         for i in places:
             if i < len(args) and isinstance(args[i], _NUMBERS):
                 key = type(args[i]), repr(args[i]), other, torch.get_default_dtype()
-                found[i] = self._numbers.get(key)
-                if found[i] is None:
-                    widest = torch.float64 if isinstance(args[i], float) else None
-                    exact = torch.tensor(args[i], dtype=widest, device=cpu)
-                    dtype = torch.result_type(torch.empty(0, dtype=other, device=cpu), args[i])
-                    # A too large integer wraps, as in kernels. Kernels write to no number, so each is made once.
-                    found[i] = self._numbers[key] = exact.to(dtype)
+                if key not in self._numbers:  # kernels write to no number, so each is made once
+                    with torch.utils._python_dispatch._disable_current_modes():  # such as one that fakes tensors
+                        self._numbers[key] = self._as_tensor(args[i], other)
+                found[i] = self._numbers[key]
         return tuple(found)
+
+    def _as_tensor(self, number: Any, other: Any) -> Any:
+        torch, cpu = self._torch, self._torch.device("cpu")
+        exact = torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None, device=cpu)
+        dtype = torch.result_type(torch.empty(0, dtype=other, device=cpu), number)
+        return exact.to(dtype)  # a too large integer wraps, as in kernels
 
     def _compute(
         self, operator: Any, args: Any, kwargs: Any, read: Sequence[Any], mutated: list[Any], fresh: Sequence[Any]
@@ -335,11 +338,13 @@ class Known:
         return self._alias(tensor)
 
     def _alias(self, tensor: Any) -> Any:
-        memory, dtype = self._as.get(tensor.dtype), tensor.dtype
-        if memory is None:
-            empty = self._torch.empty(0, dtype=dtype, device=self._cpu)
-            memory = self._as[dtype] = empty.set_(self._memory, 0, ((_LAST - _FIRST) // dtype.itemsize,), (1,))
-        return memory.as_strided(tensor.size(), tensor.stride(), (tensor.data_ptr() - _FIRST) // dtype.itemsize)
+        torch, dtype = self._torch, tensor.dtype
+        if dtype not in self._as:
+            with torch.utils._python_dispatch._disable_current_modes():
+                empty = torch.empty(0, dtype=dtype, device=self._cpu)
+                self._as[dtype] = empty.set_(self._memory, 0, ((_LAST - _FIRST) // dtype.itemsize,), (1,))
+        start = (tensor.data_ptr() - _FIRST) // dtype.itemsize
+        return self._as[dtype].as_strided(tensor.size(), tensor.stride(), start)
 
     def write(self, tensor: Any, value: Any) -> None:
         """Write the CPU's values into a small tensor."""
