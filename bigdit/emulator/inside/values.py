@@ -26,6 +26,7 @@ _NOT_WRAPPED = (
     "pin_memory",
     "is_pinned",
     "_assert_async",
+    "_efficientzerotensor",
     "_sparse",
     "_cudnn",
 )
