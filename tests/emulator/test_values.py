@@ -50,6 +50,7 @@ print(json.dumps({
     "drawn": [int(drawn.min()) >= 0, int(drawn.max()) < 1000, drawn.unique().numel() > 32],
     "sorted": torch.sort(x, descending=True)[0][:3].tolist(),
     "equal": torch.equal(x, x.clone()),
+    "empty": x[10:].add_(1).tolist(),
     "norm": round(torch.nn.utils.get_total_norm([torch.full((4,), 3.0, device=device)]).item(), 3),
 }))
 """
@@ -74,6 +75,7 @@ def test_small_tensors_are_computed():
         "drawn": [True, True, True],
         "sorted": [9, 8, 7],
         "equal": True,
+        "empty": [],
         "norm": 6.0,
     }
 

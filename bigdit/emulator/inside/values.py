@@ -333,8 +333,7 @@ class Known:
 
         For a view of a large storage, and for an unknown mask, new zeros.
         """
-        nbytes = self._of(tensor)[1]
-        if not nbytes or (nbytes > LIMIT_BYTES and not self.holds(tensor)):
+        if not tensor.numel() or (self._of(tensor)[1] > LIMIT_BYTES and not self.holds(tensor)):
             return self._torch.zeros(tensor.size(), dtype=tensor.dtype, device=self._cpu)
         return self._alias(tensor)
 
