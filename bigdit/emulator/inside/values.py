@@ -278,13 +278,13 @@ class Known:
         """Whether each tensor among these values is small, or a known mask."""
         for value in values:
             if isinstance(value, self._torch.Tensor):
-                if not self._reads(value):
+                if not self._is_readable(value):
                     return False
             elif isinstance(value, (list, tuple)) and not self.readable(value):
                 return False
         return True
 
-    def _reads(self, tensor: Any) -> bool:
+    def _is_readable(self, tensor: Any) -> bool:
         if tensor.layout is not self._torch.strided:
             return False
         if not tensor.is_cuda:
@@ -302,7 +302,7 @@ class Known:
         """Whether a copy of a known mask, which is not small, is known: from the CPU, or as integers."""
         if not to.is_cuda or (source.is_cuda and _has_fractions(to)):
             return False
-        return LIMIT_BYTES < max(self._of(to)[1], source.nbytes) <= MASK_BYTES and self._reads(source)
+        return LIMIT_BYTES < max(self._of(to)[1], source.nbytes) <= MASK_BYTES and self._is_readable(source)
 
     def holds(self, tensor: Any) -> bool:
         """Whether the values are known, as those of CPU tensors are."""
