@@ -118,7 +118,7 @@ def stopped_is_named(run, ranks, rank):
     (printed,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     where = f"rank {rank} (process {ranks[rank]} on {os.uname().nodename}), which is stopped,"
     silent = rf"error: {re.escape(where)} did not answer for 5 s \(train.timeout\), last seen at bigdit/\S+\.py:\d+ "
-    rest = r"\(\w+\), after step \d+: all end; the same command resumes from the last checkpoint"
+    rest = r"\([\w<>]+\), after step \d+: all end; the same command resumes from the last checkpoint"
     assert re.fullmatch(silent + rest, printed), printed
     assert "Traceback" not in run.stderr
 
