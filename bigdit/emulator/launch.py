@@ -23,7 +23,8 @@ GPUS_MOST = 16
 """As in gpu.h."""
 
 VALUES_BYTES = 64 * KIB
-"""Tensors up to this size have values. Larger ones are neither written nor copied."""
+"""Tensors up to this size have values. Larger ones are neither written nor copied, except for masks
+(inside/values.py)."""
 
 _L2_MIB = 40
 """The L2 cache of GPUs for which the catalogue has none. No known allocation depends on it."""

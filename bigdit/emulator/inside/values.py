@@ -121,7 +121,7 @@ class Kernels:
         kernel = self._torch.library.get_kernel("aten::copy_", "CUDA")
 
         def run(keys: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
-            return kernel.call_boxed(keys, to, source if non_blocking else self._cast(to, source), non_blocking)
+            return kernel.call_boxed(keys, to, self._cast(to, source, non_blocking), non_blocking)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -142,7 +142,7 @@ class Kernels:
         computing = self._wrap_computation(operator, kernel)
 
         def run(keys: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
-            source = source if non_blocking else self._cast(to, source)
+            source = self._cast(to, source, non_blocking)
             results = computing(keys, to, source, non_blocking)
             if self.known.keeps_a_copy(to, source):
                 self.known.write(to, self.known.on_host(source) if source.is_cuda else source)
@@ -151,10 +151,11 @@ class Kernels:
 
         return run
 
-    def _cast(self, to: Any, source: Any) -> Any:
+    def _cast(self, to: Any, source: Any, non_blocking: bool) -> Any:
         """The source of a blocking copy, in the GPU's dtype. torch converts it in CPU memory, which takes seconds for
         gigabytes. Of large tensors only the memory is allocated. It converts others on the GPU."""
-        if not to.is_cuda or source.device.type != "cpu" or source.dtype == to.dtype or source.shape != to.shape:
+        stays = non_blocking or not to.is_cuda or source.device.type != "cpu"
+        if stays or source.dtype == to.dtype or source.shape != to.shape:
             return source
         return source if source.nbytes <= MASK_BYTES else self._torch.empty_like(source, dtype=to.dtype)
 
