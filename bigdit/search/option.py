@@ -94,6 +94,26 @@ class Policy:
             ran=dict(zip(sizes, ran, strict=True)),
         )
 
+    def shared(self, strategy: Strategy, ran: Attempt) -> Policy:
+        """This policy with `strategy.cp` GPUs that share each sample, from an attempt at FIRST whose work was counted.
+        Without samples, both would take the same.
+        """
+
+        def line(alone: Growth, found: float) -> Growth:
+            return Growth(found, (found - alone.at(0)) / FIRST)
+
+        work = work_of(ran.work, strategy)
+        return Policy(
+            peaks={phase: line(self.peaks[phase], each.peak_bytes) for phase, each in ran.phases.items()},
+            kept=line(self.kept, ran.phases["forward"].end_bytes),
+            within=self.within / strategy.cp,
+            left=line(self.left, ran.phases["backward"].end_bytes),
+            host=line(self.host, host_peak(ran)),
+            work=work,
+            growth=self.growth + (work - self.work) * (1 / FIRST),
+            ran={FIRST: ran},
+        )
+
     def varied(self, strategy: Strategy, before: Attempt, after: Attempt) -> Policy:
         """The policy with another optimizer, EMA or masters, from attempts `before` and `after` the change at FIRST.
 
@@ -125,10 +145,12 @@ class Policy:
         return found | {"backward": max(start, self.left.at(micro_batch_size))}
 
     def idle_at(self, micro_batch_size: float) -> float:
-        """Bytes that are reserved but not allocated, interpolated between the two sizes that ran."""
-        small, large = self.ran
-        at_small, at_large = (each.peak_reserved_bytes - each.peak_allocated_bytes for each in self.ran.values())
-        share = min(max((micro_batch_size - small) / (large - small), 0.0), 1.0)
+        """Bytes that are reserved but not allocated, interpolated between the sizes that ran."""
+        small, large = min(self.ran), max(self.ran)
+        at_small, at_large = (
+            self.ran[size].peak_reserved_bytes - self.ran[size].peak_allocated_bytes for size in (small, large)
+        )
+        share = min(max((micro_batch_size - small) / max(large - small, 1), 0.0), 1.0)
         return at_small + share * (at_large - at_small)
 
 

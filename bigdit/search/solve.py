@@ -82,7 +82,10 @@ def explore(planner: Planner, proposed: Sequence[Option]) -> list[FailedOption]:
         if errors:
             failed.append(FailedOption(option.title, errors[0]))
             continue
-        if base is None:
+        alone = _alone(planner, option)
+        if alone is not None:
+            none, full = alone.none.shared(strategies[0], ran[0]), alone.full.shared(strategies[1], ran[1])
+        elif base is None:
             none = Policy.of(strategies[::2], ran[::2])
             full = Policy.of(strategies[1::2], ran[1::2], none)
         else:
@@ -98,6 +101,14 @@ def _first_strategies(planner: Planner, option: Option) -> list[Strategy]:
     return [none, full] if option.base is None else [_plain(none)]
 
 
+def _alone(planner: Planner, option: Option) -> Option | None:
+    """The explored option that a base with context parallelism has without it."""
+    if option.base is not None or option.strategy.cp == 1:
+        return None
+    strategy = option.strategy.model_copy(update={"cp": 1})
+    return next((each for each in planner.options.values() if each.strategy == strategy), None)
+
+
 def _plain(strategy: Strategy) -> Strategy:
     return strategy.model_copy(update={"compile_blocks": False, "float8": "none"})
 
@@ -110,10 +121,11 @@ def _first_attempt(planner: Planner, option: Option) -> Attempt | Failure:
 
 
 def _attempts_of(planner: Planner, option: Option) -> tuple[list[Strategy], list[Attempt | Failure]]:
-    """The first attempts of an option; for a base, also second ones at about the largest micro-batch that fits."""
+    """The first attempts of an option; for a base, also second ones at about the largest micro-batch that fits, unless
+    it is known how much samples take without context parallelism."""
     firsts = _first_strategies(planner, option)
     ran = probe(planner, firsts, variant=option.base is not None)
-    seconds = _second_strategies(planner, firsts, ran)
+    seconds = _second_strategies(planner, firsts, ran) if _alone(planner, option) is None else []
     return [*firsts, *seconds], [*ran, *probe(planner, seconds)]
 
 
