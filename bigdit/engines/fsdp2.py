@@ -18,7 +18,7 @@ from bigdit.engines.backward import Backward, StepOutcome
 from bigdit.engines.protocol import Engine, Replicas, Shard, compute_dtype
 from bigdit.models import Family
 from bigdit.models.float8 import gather_in_float8, plain_rows
-from bigdit.optim.factored import sum_over_shards
+from bigdit.optim.factored import first_row, sum_over_shards
 from bigdit.strategy import FACTORED, Strategy
 
 
@@ -140,9 +140,8 @@ def _masters(strategy: Strategy, params: Collection[DTensor]) -> list[torch.Tens
 
 def _rows(name: str, param: DTensor, master: int) -> Shard:
     """The rows of `param` on this process, which are consecutive."""
-    (chunk,) = param.__create_chunk_list__()
     row = param.numel() // param.shape[0]
-    return Shard(name, tuple(param.shape), chunk.offsets[0] * row, master, 0, param.to_local().numel())
+    return Shard(name, tuple(param.shape), first_row(param) * row, master, 0, param.to_local().numel())
 
 
 def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device: torch.device) -> None:

@@ -12,11 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(weight: DTensor) -> int:
+    """The number of this process's first row. FSDP2 shards rows, so that a process has consecutive ones."""
+    _, (row, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return int(row)
 
 
 def sum_over_shards(part: torch.Tensor, of: torch.Tensor) -> torch.Tensor:

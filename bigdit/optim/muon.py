@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from bigdit.optim.factored import first_row
 from bigdit.optim.groups import Groups
 
 MATCH = "match_rms_adamw"
@@ -79,7 +80,7 @@ class Muon(Optimizer):
         whole = parts.full_tensor()
         del update, parts
         whole = _zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        (chunk,) = param.__create_chunk_list__()
-        rows = whole[chunk.offsets[0] : chunk.offsets[0] + len(local)]
+        first = first_row(param)
+        rows = whole[first : first + len(local)]
         local.mul_(1 - group["lr"] * group["weight_decay"])
         local.add_(rows, alpha=-_adjust_lr(group["lr"], MATCH, param.shape))
