@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 from bigdit.search.plan import Estimate, lossy_by
@@ -94,19 +96,18 @@ class Policy:
             ran=dict(zip(sizes, ran, strict=True)),
         )
 
-    def shared(self, strategy: Strategy, ran: Attempt) -> Policy:
-        """This policy with `strategy.cp` GPUs that share each sample, from an attempt at FIRST whose work was counted.
-        Without samples, both would take the same.
-        """
+    def with_samples_of(self, strategy: Strategy, ran: Attempt, share: float = 1.0) -> Policy:
+        """The policy of `strategy`, from an attempt at FIRST whose work was counted: without samples it takes what this
+        one does. `share`: of this one's temporaries of a sample."""
 
-        def line(alone: Growth, found: float) -> Growth:
-            return Growth(found, (found - alone.at(0)) / FIRST)
+        def line(other: Growth, found: float) -> Growth:
+            return Growth(found, (found - other.at(0)) / FIRST)
 
         work = work_of(ran.work, strategy)
         return Policy(
             peaks={phase: line(self.peaks[phase], each.peak_bytes) for phase, each in ran.phases.items()},
             kept=line(self.kept, ran.phases["forward"].end_bytes),
-            within=self.within / strategy.cp,
+            within=self.within * share,
             left=line(self.left, ran.phases["backward"].end_bytes),
             host=line(self.host, host_peak(ran)),
             work=work,
@@ -146,22 +147,19 @@ class Policy:
 
     def idle_at(self, micro_batch_size: float) -> float:
         """Bytes that are reserved but not allocated, interpolated between the sizes that ran."""
-        small, large = min(self.ran), max(self.ran)
-        at_small, at_large = (
-            self.ran[size].peak_reserved_bytes - self.ran[size].peak_allocated_bytes for size in (small, large)
-        )
-        share = min(max((micro_batch_size - small) / max(large - small, 1), 0.0), 1.0)
-        return at_small + share * (at_large - at_small)
+        sizes = sorted(self.ran)
+        idle = [self.ran[size].peak_reserved_bytes - self.ran[size].peak_allocated_bytes for size in sizes]
+        return float(np.interp(micro_batch_size, sizes, idle))
 
 
-def sample_bytes(attempt: Attempt) -> float:
-    """Bytes that each sample keeps from the forward to the backward pass, from an attempt at FIRST."""
-    return (attempt.phases["forward"].end_bytes - _bytes_between_steps(attempt)) / FIRST
-
-
-def filling(attempt: Attempt, sample: float, capacity_bytes: int) -> int:
-    """About the micro-batch size that fills `capacity_bytes`, from an attempt at FIRST, at `sample` bytes each."""
-    return int((capacity_bytes - _bytes_between_steps(attempt)) / max(sample, 1))
+def filling(ran: Sequence[Attempt], count: int, capacity_bytes: int) -> list[int]:
+    """About the micro-batch sizes that fill `capacity_bytes` with nothing and with all `count` blocks recomputed, from
+    attempts of both at FIRST."""
+    state = [_bytes_between_steps(each) for each in ran]
+    none, full = ((each.phases["forward"].end_bytes - own) / FIRST for each, own in zip(ran, state, strict=True))
+    # One block at a time is recomputed, and its backward pass takes as much again.
+    samples = none, full + 2 * max(none - full, 0) / max(count, 1)
+    return [int((capacity_bytes - own) / max(each, 1)) for each, own in zip(samples, state, strict=True)]
 
 
 def host_peak(attempt: Attempt) -> int:

@@ -9,7 +9,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 from bigdit.errors import UserError
@@ -25,7 +24,6 @@ from bigdit.search.option import (
     filling,
     host_peak,
     quarters,
-    sample_bytes,
     state_bytes,
 )
 from bigdit.search.plan import Estimate, Rejected, Verdict, node_bytes
@@ -40,16 +38,8 @@ LEAST_BYTES = {"adamw": (12, 4), "adamw_8bit": (6, 0), "came": (8, 4)}
 """Least bytes per parameter of masters and moments, with fp32 masters and without."""
 
 
-@dataclass(frozen=True)
-class FailedOption:
-    """An option that could not run, and why."""
-
-    title: str
-    error: Failure
-
-    @property
-    def reason(self) -> str:
-        return str(self.error).splitlines()[0]
+Failed = dict[str, Failure]
+"""Why options could not run, by their titles."""
 
 
 def probe(planner: Planner, strategies: Sequence[Strategy], *, variant: bool = False) -> list[Attempt | Failure]:
@@ -69,10 +59,10 @@ def probe(planner: Planner, strategies: Sequence[Strategy], *, variant: bool = F
     return planner.unlimited(strategies, counted)
 
 
-def explore(planner: Planner, proposed: Sequence[Option]) -> list[FailedOption]:
+def explore(planner: Planner, proposed: Sequence[Option]) -> Failed:
     """Add options to the planner, and return those that could not run. Bases come before their variants."""
     found = planner.gpus.apart(partial(_attempts_of, planner), proposed)
-    failed, count = [], planner.request.model.block_count
+    failed, count = Failed(), planner.request.model.block_count
     for option, (strategies, attempts) in zip(proposed, found, strict=True):
         ran = [each for each in attempts if isinstance(each, Attempt)]
         errors = [each for each in attempts if not isinstance(each, Attempt)]
@@ -80,11 +70,13 @@ def explore(planner: Planner, proposed: Sequence[Option]) -> list[FailedOption]:
         if base is None and option.base is not None:
             errors.append(UserError("the option that it varies could not run"))
         if errors:
-            failed.append(FailedOption(option.title, errors[0]))
+            failed[option.title] = errors[0]
             continue
         alone = _alone(planner, option)
         if alone is not None:
-            none, full = alone.none.shared(strategies[0], ran[0]), alone.full.shared(strategies[1], ran[1])
+            share = 1 / option.strategy.cp
+            none = alone.none.with_samples_of(strategies[0], ran[0], share)
+            full = alone.full.with_samples_of(strategies[1], ran[1], share)
         elif base is None:
             none = Policy.of(strategies[::2], ran[::2])
             full = Policy.of(strategies[1::2], ran[1::2], none)
@@ -92,6 +84,10 @@ def explore(planner: Planner, proposed: Sequence[Option]) -> list[FailedOption]:
             none, full = (each.varied(option.strategy, base.anchor, ran[0]) for each in (base.none, base.full))
         planner.options.setdefault(option.title, option.predicting(none, full, count, ran[0], base))
     return failed
+
+
+def _reason(error: Failure) -> str:
+    return str(error).splitlines()[0]
 
 
 def _first_strategies(planner: Planner, option: Option) -> list[Strategy]:
@@ -102,11 +98,9 @@ def _first_strategies(planner: Planner, option: Option) -> list[Strategy]:
 
 
 def _alone(planner: Planner, option: Option) -> Option | None:
-    """The explored option that a base with context parallelism has without it."""
-    if option.base is not None or option.strategy.cp == 1:
-        return None
-    strategy = option.strategy.model_copy(update={"cp": 1})
-    return next((each for each in planner.options.values() if each.strategy == strategy), None)
+    """What a base with context parallelism is without it, if that was explored."""
+    strategy, shared = option.strategy.model_copy(update={"cp": 1}), option.base is None and option.strategy.cp > 1
+    return next((each for each in planner.options.values() if shared and each.strategy == strategy), None)
 
 
 def _plain(strategy: Strategy) -> Strategy:
@@ -121,30 +115,17 @@ def _first_attempt(planner: Planner, option: Option) -> Attempt | Failure:
 
 
 def _attempts_of(planner: Planner, option: Option) -> tuple[list[Strategy], list[Attempt | Failure]]:
-    """The first attempts of an option; for a base, also second ones at about the largest micro-batch that fits, unless
-    it is known how much samples take without context parallelism."""
-    firsts = _first_strategies(planner, option)
-    ran = probe(planner, firsts, variant=option.base is not None)
-    seconds = _second_strategies(planner, firsts, ran) if _alone(planner, option) is None else []
-    return [*firsts, *seconds], [*ran, *probe(planner, seconds)]
-
-
-def _second_strategies(
-    planner: Planner, firsts: Sequence[Strategy], found: Sequence[Attempt | Failure]
-) -> list[Strategy]:
-    """`firsts` at micro-batches about as large as fit: predictions are needed there. None for variants and failures."""
+    """The first attempts of an option. For a base also second ones, at about the largest micro-batch that fits, since
+    predictions are needed there; unless it is known what samples take without context parallelism."""
+    firsts, seconds = _first_strategies(planner, option), list[Strategy]()
+    found = probe(planner, firsts, variant=option.base is not None)
     ran = [each for each in found if isinstance(each, Attempt)]
-    if len(firsts) == 1 or len(ran) < len(firsts):
-        return []
-    none, full = map(sample_bytes, ran)
-    # One block at a time is recomputed, and its backward pass takes as much again.
-    block = max(none - full, 0) / max(planner.request.model.block_count, 1)
-    seconds = []
-    for strategy, first, sample in zip(firsts, ran, (none, full + 2 * block), strict=True):
-        largest = [*planner.micro_batch_sizes(strategy)][-1]
-        size = min(filling(first, sample, planner.capacity(strategy)), largest)
-        seconds.append(strategy.with_micro_batch_size(max(size, SECOND)))
-    return seconds
+    if len(ran) == 2 and _alone(planner, option) is None:
+        most = [*planner.micro_batch_sizes(option.strategy)][-1]
+        sizes = filling(ran, planner.request.model.block_count, planner.capacity(option.strategy))
+        pairs = zip(firsts, sizes, strict=True)
+        seconds = [each.with_micro_batch_size(max(min(size, most), SECOND)) for each, size in pairs]
+    return [*firsts, *seconds], [*found, *probe(planner, seconds)]
 
 
 def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] = ()) -> tuple[list[Option], ...]:
@@ -227,16 +208,12 @@ def _reject(planner: Planner, title: str, on_host: Collection[int]) -> None:
 
 def selective(planner: Planner, options: Sequence[Option]) -> None:
     """Add `options`, which share activations, with selective checkpointing, unless the model cannot run with it."""
-    base, count = options[0], planner.request.model.block_count
+    base = options[0]
     strategy = base.strategy.model_copy(update={"checkpointing": "selective"})
-    # It keeps more than full checkpointing and less than none: the largest micro-batch is between theirs.
-    sizes = [max(each.ran) for each in (base.none, base.full)]
-    between = max(round(math.sqrt(sizes[0] * sizes[1])), SECOND)
-    strategies = [_with_recomputed(strategy, count, size) for size in (FIRST, between)]
-    ran = [each for each in probe(planner, strategies) if isinstance(each, Attempt)]
-    if len(ran) < 2:
+    (ran,) = probe(planner, [_with_recomputed(strategy, planner.request.model.block_count, FIRST)])
+    if not isinstance(ran, Attempt):
         return
-    kept = Policy.of(strategies, ran, base.none)
+    kept = base.full.with_samples_of(strategy, ran)  # its temporaries are those of a recomputed block
     for option in options:
         full = kept if option is base else kept.varied(option.strategy, base.anchor, option.anchor)
         checkpointing = option.strategy.model_copy(update={"checkpointing": "selective"})
@@ -244,22 +221,22 @@ def selective(planner: Planner, options: Sequence[Option]) -> None:
         planner.options[made.title] = made.predicting(option.none, full, option.count, option.anchor, option)
 
 
-def swapped(planner: Planner, group: Sequence[Option]) -> list[FailedOption]:
+def swapped(planner: Planner, group: Sequence[Option]) -> Failed:
     """Add options with block swap to the planner, their bases too, and return those that could not run.
 
     For each of the group that swaps: the fewest swapped blocks with which anything fits, and each quarter beyond.
     """
-    failed, whole = list[FailedOption](), any(not each.lossless for each in _ranked(planner))
+    failed, whole = Failed(), any(not each.lossless for each in _ranked(planner))
     for option in group:
         needless = whole and option.strategy.frozen and not option.lossless  # a quantised base fits without swapping
         if option.base is None or not option.strategy.blocks_to_swap or needless:
             continue
         alone = option.base.strategy.model_copy(update={"ema": None})  # block swap does not change its size
         if option.base.title not in planner.options:
-            failed += explore(planner, [Option(option.base.title, option.base.strategy, None, option.base.last_resort)])
+            failed |= explore(planner, [Option(option.base.title, option.base.strategy, None, option.base.last_resort)])
         swapping = _swapping(planner, alone, option.strategy.blocks_to_swap)
         if not isinstance(swapping, Swapping):
-            failed.append(FailedOption(option.title, swapping))
+            failed[option.title] = swapping
         elif option.base.title in planner.options:
             planner.options |= {each.title: each for each in _swap_options(planner, option, swapping)}
     return failed
@@ -323,12 +300,12 @@ def search(planner: Planner) -> Estimate:
         short_of_host += short
         failed = explore_group(planner, group, engines)
         if planner.request.model.params is None and failed and not planner.options:  # a user's model cannot step
-            for each in failed:
-                if isinstance(each.error, WorkerEnded):  # not the user's error
-                    raise each.error
-            name, reasons = planner.request.model.name, (each.reason for each in failed)
+            for error in failed.values():
+                if isinstance(error, WorkerEnded):  # not the user's error
+                    raise error
+            name, reasons = planner.request.model.name, map(_reason, failed.values())
             raise UserError(*dict.fromkeys(f"{name}: {each.removeprefix('model.kwargs.')}" for each in reasons))
-        planner.rejected += [Rejected(choice=each.title, reason=each.reason) for each in failed]
+        planner.rejected += [Rejected(choice=title, reason=_reason(error)) for title, error in failed.items()]
         lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
         wanted = [each for each in _ranked(planner) if each.lossless or not lossless_later]
         _selective(planner, wanted[:1])
@@ -342,7 +319,7 @@ def search(planner: Planner) -> Estimate:
     if not planner.options:  # state alone is too large everywhere: the plan says by how much
         failed = explore(planner, [each for each in proposed if each.base is None][-1:])
         if not planner.options:
-            raise UserError(*(f"{each.title}: {each.reason}" for each in failed))
+            raise UserError(*(f"{title}: {_reason(error)}" for title, error in failed.items()))
     least = _least_host(planner)
     if least is not None and planner.request.host_assumed:
         needed = math.ceil(least.host_bytes / GIB) * GIB
@@ -382,7 +359,7 @@ def _record_nearest(planner: Planner, least: Estimate) -> Estimate:
     return planner.record(ran)
 
 
-def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[FailedOption]:
+def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> Failed:
     """Add options to the planner, and return those that could not run.
 
     These are the `engines`, with context parallelism too; variants of the best one (of all if none fits); block swap.
@@ -393,13 +370,13 @@ def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[O
     engines, variants = [*engines, *soon], [each for each in variants if each not in soon]
     failed = explore(planner, engines)
     shared = _context_parallel(planner, group, engines)
-    failed += explore(planner, shared)
+    failed |= explore(planner, shared)
     engines = [*engines, *shared]
     found = [planner.options[each.title] for each in engines if each.title in planner.options]
     ranked = _ranked(planner, found)
     bases = {ranked[0].option} if ranked else {each.title for each in found}
-    failed += explore(planner, [each for each in variants if each.base and each.base.title in bases])
-    return [*failed, *swapped(planner, group)]
+    failed |= explore(planner, [each for each in variants if each.base and each.base.title in bases])
+    return failed | swapped(planner, group)
 
 
 def _context_parallel(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Option]:
