@@ -83,6 +83,7 @@ class Cache(Generic[Answer]):
 def installed() -> str:
     """What answers depend on here: versions of libraries, and variables that choose kernels or workspaces."""
     chosen = {name: value for name, value in os.environ.items() if name.startswith(_CHOOSING)}
+    chosen.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it when it first compiles, and it chooses nothing
     return json.dumps(versions() | chosen, sort_keys=True)
 
 

@@ -276,7 +276,8 @@ class Planner:
                 return  # bytes never fall as the micro-batch grows
             more = option.quarters if fixed is None else []
             for each in (blocks, *(quarter for quarter in more if quarter > blocks)):
-                yield self.estimate(option, size, each)
+                if each or option.strategy.checkpointing == "full":  # else it is the option without that kind
+                    yield self.estimate(option, size, each)
 
     def preferred(self, estimates: Iterable[Estimate]) -> list[Estimate]:
         """Estimates in order of preference. Lossless ones come first, since numerics change only on request; then those

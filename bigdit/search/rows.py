@@ -86,7 +86,7 @@ def _spread(planner: Planner, option: Option) -> list[Estimate]:
     steps = option.quarters if fixed is None else [option.count if fixed == "all" else fixed]
     sizes = list(planner.micro_batch_sizes(option.strategy))
     found = []
-    for blocks in steps:
+    for blocks in steps if option.strategy.checkpointing == "full" else filter(None, steps):
         most = option.largest(blocks, capacity)
         small = [size for size in sizes if size <= most]
         ran = option.ran(blocks)  # free: these attempts are cached

@@ -208,7 +208,7 @@ def test_a_gpu_that_has_nothing_to_do_begins_with_what_may_come_later(
         planner = Planner(resolved(gpu=A40), emulated, Calibration())
         assert hopeful(planner, first, later) == (first, [])
         begun = {*(tmp_path / "attempts").iterdir()}
-        assert explore(planner, [*first, *later]) == []
+        assert explore(planner, [*first, *later]) == {}
         assert {*(tmp_path / "attempts").iterdir()} == begun
 
 
@@ -270,6 +270,6 @@ def test_what_is_predicted_is_near_what_runs(gpus: int, record_property) -> None
                 )
                 ran = emulated.attempt(planner.step_request(strategy))
                 off.append(option.reserved(size, blocks) / ran.peak_reserved_bytes - 1)
-    assert rejected == []
+    assert rejected == {}
     assert max(map(abs, off)) < 0.2
     record_property("found", f"{gpus} GPUs: reserved bytes predicted {min(off):+.1%} to {max(off):+.1%} off")
