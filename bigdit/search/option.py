@@ -98,17 +98,17 @@ class Policy:
 
     def with_samples_of(self, strategy: Strategy, ran: Attempt, share: float = 1.0) -> Policy:
         """The policy of `strategy`, from an attempt at FIRST whose work was counted: without samples it takes what this
-        one does. `share`: of this one's temporaries of a sample."""
+        one does. `share`: at most so much of this one's temporaries of a sample."""
 
         def line(other: Growth, found: float) -> Growth:
             return Growth(found, (found - other.at(0)) / FIRST)
 
-        work = work_of(ran.work, strategy)
+        work, start, end = work_of(ran.work, strategy), ran.phases["forward"], ran.phases["backward"]
         return Policy(
             peaks={phase: line(self.peaks[phase], each.peak_bytes) for phase, each in ran.phases.items()},
-            kept=line(self.kept, ran.phases["forward"].end_bytes),
-            within=self.within * share,
-            left=line(self.left, ran.phases["backward"].end_bytes),
+            kept=line(self.kept, start.end_bytes),
+            within=min(self.within * share, max(end.peak_bytes - start.end_bytes, 0) / FIRST),
+            left=line(self.left, end.end_bytes),
             host=line(self.host, host_peak(ran)),
             work=work,
             growth=self.growth + (work - self.work) * (1 / FIRST),

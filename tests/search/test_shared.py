@@ -7,9 +7,14 @@ import pytest
 from gpus import of_blocks
 
 from bigdit import catalog
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.report.page import page
 from bigdit.search.answer import make_plan
+from bigdit.search.calibration import Calibration
 from bigdit.search.plan import Constraints, Plan, ResolvedRequest, record
+from bigdit.search.planner import Planner
+from bigdit.search.solve import explore, selective
+from bigdit.search.space import proposals
 from bigdit.speed.seconds import Cluster
 
 SHORT = of_blocks(catalog.model("wan2.1-t2v-1.3b"), 3, "short-wan")
@@ -22,7 +27,7 @@ def _cache(own_cache: None) -> None:
     """Attempts that these tests share, from an empty cache."""
 
 
-def planned(mib: int, **changes: object) -> Plan:
+def asking(mib: int, **changes: object) -> ResolvedRequest:
     gpu = catalog.gpu("rtx-4090").model_copy(update={"usable_mib": mib})
     asked = ResolvedRequest(
         model=SHORT,
@@ -32,7 +37,11 @@ def planned(mib: int, **changes: object) -> Plan:
         frames=81,
         constraints=Constraints(engine="fsdp2", optimizer="adamw", precision="bf16"),
     )
-    return make_plan(asked.model_copy(update=changes))
+    return asked.model_copy(update=changes)
+
+
+def planned(mib: int, **changes: object) -> Plan:
+    return make_plan(asking(mib, **changes))
 
 
 def test_what_fits_no_gpu_alone_is_shared() -> None:
@@ -65,3 +74,28 @@ def test_heads_that_do_not_divide_are_shared_by_a_ring() -> None:
     assert (plan.verdict, plan.chosen.strategy.cp, plan.chosen.strategy.cp_ring) == ("FITS", 8, 2)
     for shown in (plans.shown(plan, width=200), page(plan)):
         assert "over 8 GPUs (context parallelism, a ring of 2: 8 does not divide 12 heads)" in shown
+
+
+def test_a_degree_and_selective_checkpointing_are_predicted_from_few_attempts(record_property) -> None:  # type: ignore[no-untyped-def]
+    asked = asking(20000, cluster=Cluster(gpus=4))
+    ran: list[int] = []
+    with EmulatedGpus(asked.gpu) as emulated:
+        emulated.done = ran.append
+        planner = Planner(asked, emulated, Calibration())
+        for cp, attempts in ((1, 4), (2, 2), (4, 2)):
+            assert explore(planner, [each for each in proposals(asked)[0] if each.strategy.cp == cp]) == {}
+            assert len(ran) == attempts
+            ran.clear()
+        selective(planner, [*planner.options.values()][:1])
+        assert len(ran) == 1
+        off: list[float] = []
+        for option in planner.options.values():
+            for size, blocks in ((1, 1), (4, SHORT.block_count)):
+                strategy = option.strategy.settled(
+                    micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=blocks
+                )
+                found = emulated.attempt(planner.step_request(strategy))
+                off.append(option.reserved(size, blocks) / found.peak_reserved_bytes - 1)
+    assert len(off) == 8
+    assert max(map(abs, off)) < 0.2
+    record_property("found", f"shared samples: reserved bytes predicted {min(off):+.1%} to {max(off):+.1%} off")
