@@ -10,7 +10,7 @@ import tempfile
 import pytest
 import warm
 
-# Two workers and their processes fill the cores. With more threads, torch's threads wait for each other, seconds a
+# The workers and their processes fill the cores. With more threads, torch's threads wait for each other, seconds a
 # step.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Waiting threads sleep. Threads that spin on a core that another process has took up to a hundred times the work.

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -154,7 +156,9 @@ def _environment(local_rank: int, count: int, meeting: Meeting | None) -> dict[s
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free now. Programs that take any port, such as torchrun, get none below 32768 (ip(7))."""
+    while True:
+        port = random.SystemRandom().randrange(16384, 32768)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

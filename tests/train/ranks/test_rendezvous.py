@@ -99,6 +99,6 @@ def test_machines_that_do_not_belong_together_say_so_at_once(features, tmp_path,
 
 @pytest.mark.slow
 def test_an_address_that_is_not_the_first_machine_s_is_a_line(features, tmp_path):
-    head = f"240.0.0.1:{free_port()}"  # nobody has this address
+    head = "240.0.0.1:40000"  # nobody has this address
     ((line,),) = ended(features, tmp_path, f"--nodes 2 --node-rank 0 --head {head} --set train.timeout=2")
     assert line.startswith(f"error: rank 0 does not reach its own machine at {head} (--head, or MASTER_ADDR")
