@@ -6,8 +6,8 @@
    fork of that one (`pool.py`, both ends). A real GPU would not survive a fork.
 3. `steps.py` hands the model to `engines.create` and calls `train_step`, for emulated and real GPUs alike.
 4. `run_attempt.py` takes two steps within so many bytes. It reports torch's own counters by phase, bytes of CPU
-   tensors (`emulator/c/host.c` counts them) and launches. A counted attempt takes one more step, whose operators are
-   summed up. Weights are address space without pages, and large CPU tensors are not computed (`unwritten.py`).
+   tensors (`emulator/c/host.c` counts them) and launches. A counted attempt also sums up the operators of its second
+   step. Weights are address space without pages, and large CPU tensors are not computed (`unwritten.py`).
 5. Values of small tensors cost two thirds of the time. An attempt goes without them first. If the forward pass
    read nothing on the CPU, no byte can depend on a value. Else it runs with them, as all do that differ only in sizes.
 6. Of several processes only the first one runs, in a group that needs no peers.

@@ -32,7 +32,7 @@ class AttemptJob(Strict):
     """An attempt, or a recorded run, for which torch may reserve `capacity_bytes`.
 
     Without `to_end` the GPU gives nothing more once the allocator is short of room: the steps do not fit then. Without
-    `values` no small tensor is computed, and the host reads zeros. `counted`: one more step counts what operators and
+    `values` no small tensor is computed, and the host reads zeros. `counted`: the second step counts what operators and
     collectives do, in all of it or in UPDATE alone. `snapshot`: the file that gets torch's memory snapshot of a
     recorded run.
     """

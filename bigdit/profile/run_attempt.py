@@ -33,6 +33,7 @@ from bigdit.profile.attempt import (
     UPDATE,
     Attempt,
     AttemptJob,
+    Counted,
     Launched,
     PhaseBytes,
     Profile,
@@ -100,15 +101,13 @@ def _steps(job: AttemptJob, built: Built, watch: _Watch) -> None:
     watch.params = workload.params
     blocks = workload.family.blocks(workload.model)
     watch.block_bytes = tuple(sum(each.nbytes for each in block.parameters()) for block in blocks)
-    counts = job.counted != "nothing"
-    with group(request.strategy) as world, watching_linear() if counts else nullcontext():
+    with group(request.strategy) as world, nullcontext() if job.counted == "nothing" else watching_linear():
         fed = replace(workload, make=unwritten(workload.make))
         steps = training(fed, DEVICE, world, watch)
-        for _ in range(STEPS):
+        for step in range(1, STEPS + 1):
             watch.launched.clear()
-            take(steps)
-        if counts:
-            watch.count_work(lambda: next(steps), UPDATE[0] if job.counted == "update" else None)
+            with watch.counting(job.counted if step == STEPS else "nothing"):
+                take(steps)
 
 
 def _encoding(job: AttemptJob, watch: _Watch) -> None:
@@ -137,8 +136,8 @@ def _encoding(job: AttemptJob, watch: _Watch) -> None:
                 module.to("cpu")
             torch._C._cuda_clearCublasWorkspaces()  # else they would count as weights of the next encoders
 
-    encode()
-    watch.count_work(encode)
+    with watch.counting("step"):
+        encode()
 
 
 class _Watch(Witness):
@@ -163,16 +162,14 @@ class _Watch(Witness):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        if self._counting is not None:
-            if name == self._counted_from:
-                self._mode.enter_context(self._counting)
-            self._counting.phases.append(name)
-            yield
-            return
         self.end()
         if self._phase is None:
             self._host()  # resets its peak: loading the model is not counted
         self._phase = name
+        if self._counting is not None:
+            if name == self._counted_from:
+                self._mode.enter_context(self._counting)
+            self._counting.phases.append(name)
         torch.cuda.reset_peak_memory_stats()
         before = self._counts()
         yield
@@ -183,7 +180,7 @@ class _Watch(Witness):
 
     def end(self) -> None:
         """End the current phase."""
-        if self._counting is not None or self._phase is None:
+        if self._phase is None:
             return
         old = self.phases.get(self._phase, PhaseBytes(peak_bytes=0, end_bytes=0))
         peak, end = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
@@ -196,14 +193,17 @@ class _Watch(Witness):
         self.engine, self.ema = engine, ema
         return self
 
-    def count_work(self, run: Callable[[], object], counted_from: str | None = None) -> None:
-        """Run once more and count operators: all, or those from the phase `counted_from` on. Memory is not measured."""
-        self.end()
-        self._counting, self._counted_from = Counting(), counted_from
+    @contextmanager
+    def counting(self, counted: Counted) -> Iterator[None]:
+        """Count the operators inside: all, those from UPDATE on, or none. It changes no allocation."""
+        if counted == "nothing":
+            yield
+            return
+        self._counting, self._counted_from = Counting(), UPDATE[0] if counted == "update" else None
         with ExitStack() as self._mode:
-            if counted_from is None:
+            if self._counted_from is None:
                 self._mode.enter_context(self._counting)
-            run()
+            yield
         spans, costs = tuple(Span(phase, 0, 0) for phase in self._counting.phases), self._counting.costs
         self.packed_work = Timeline((), (), spans, costs.collectives(), costs.operators()).pack()
 

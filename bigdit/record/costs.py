@@ -37,9 +37,11 @@ from bigdit.memory import Collective, OperatorCost, Place
 aten = torch.ops.aten
 _ADD = aten.add.Tensor
 
+_WRITTEN_INDEX = aten._index_put_impl_.default
+
 WRITING = {
     aten.add.Tensor: aten.add_.Tensor,
-    aten.index_put.default: aten.index_put_.default,
+    aten.index_put.default: _WRITTEN_INDEX,
     aten.scatter.src: aten.scatter_.src,
 }
 """Operators, and those that compute the same sum in their first operand."""
@@ -169,15 +171,16 @@ def _convolution_backward_flops(
 
 
 def _of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
-    """torch's formula of shapes, for tensors. torch's own wrapper searches trees for tensors, which takes as long as an
-    operation."""
-    within: Callable[..., int] = getattr(formula, "__wrapped__", formula)
-    if within is formula:
+    """torch's formula of shapes, for tensors. Each combination of shapes is computed once: torch searches trees for
+    tensors, which takes as long as an operation."""
+    within = getattr(formula, "__wrapped__", None)
+    if within is None:
         return formula  # it takes tensors
+    of_shapes = functools.cache(within)
 
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         named = {name: _shape(value) for name, value in kwargs.items()}
-        return within(*map(_shape, args), out_shape=_shape(out_val), **named)
+        return int(of_shapes(*map(_shape, args), out_shape=_shape(out_val), **named))
 
     return flops
 
@@ -186,7 +189,7 @@ def _shape(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.shape
     if isinstance(value, list | tuple):
-        return [_shape(item) for item in value]
+        return tuple(_shape(item) for item in value)
     return value
 
 
@@ -235,6 +238,8 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if self.in_place.is_in_place(func, args):
             func = WRITING[func]
+            if func is _WRITTEN_INDEX:  # autograd knows that its indices are valid, and so checks none
+                args = (*args, True)
         result = self.run(func, args, kwargs)
         if self.phases and not self.paused:
             self.costs.add(len(self.phases) - 1, func, args, kwargs, result)

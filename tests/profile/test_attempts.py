@@ -66,6 +66,7 @@ def test_every_attempt_finds_the_gpu_and_its_host_as_the_first_one_did(
     for strategy in reversed(STRATEGIES):
         again = gpus.attempt(request(strategy), counted="step")
         assert (memory(again), again.phases) == (memory(first[strategy]), first[strategy].phases), strategy
+        assert again.launched == first[strategy].launched, strategy
         assert again.host.peak_bytes == pytest.approx(first[strategy].host.peak_bytes, abs=MIB), strategy
         assert again.host.steps_bytes == pytest.approx(first[strategy].host.steps_bytes, abs=MIB), strategy
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from gpus import answers
 from torch import nn
 
 from bigdit.memory import Timeline, ledger
@@ -156,6 +157,37 @@ def test_a_depthwise_convolution_s_gradients_cost_as_much_as_its_output_each():
     found = {cost.operator: cost for cost in counting.costs.operators()}
     forward, backward = found["aten.convolution (grouped)"], found["aten.convolution_backward (grouped)"]
     assert backward.flops == 2 * forward.flops
+
+
+def test_counting_changes_no_launch_and_no_byte():
+    """Where torch writes a sum in place, checks no index, or adds a bias: all that a mode would do otherwise."""
+    bare, counted = answers(
+        "a40",
+        """
+        import json, torch
+        from contextlib import nullcontext
+        from bigdit_emulated import libraries
+        from bigdit.record.costs import Counting
+
+        linear = torch.nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
+        x = torch.zeros(2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        rows = torch.zeros(32, device="cuda", dtype=torch.int64)
+
+        def step(mode):
+            torch.cuda.reset_peak_memory_stats()
+            before, held = libraries.read_counts(), torch.cuda.memory_allocated()
+            with mode:
+                used = linear(x).sin()
+                (used[:, rows].sum() + used.topk(8).values.sum() + used.cos().sum()).backward()
+            now = libraries.read_counts()
+            x.grad = linear.weight.grad = linear.bias.grad = None
+            return torch.cuda.max_memory_allocated() - held, {name: now[name] - before[name] for name in now}
+
+        step(nullcontext())  # what only the first one does
+        print(json.dumps([step(nullcontext()), step(Counting())]))
+        """,
+    )
+    assert counted == bare
 
 
 def test_the_call_of_an_engine_names_what_it_allocates():
