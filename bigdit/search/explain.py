@@ -14,9 +14,9 @@ from bigdit.profile.attempt import Attempt
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.search.dataset import encoding_requests
+from bigdit.search.explore import explore_group, hopeful
 from bigdit.search.plan import Constraints, Estimate, ResolvedRequest, WaterfallStep
 from bigdit.search.planner import Planner, stepped
-from bigdit.search.solve import explore_group, hopeful
 from bigdit.search.space import proposals
 from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy
 from bigdit.units import gib

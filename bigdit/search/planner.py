@@ -293,6 +293,14 @@ class Planner:
             groups.setdefault((not each.lossless, self.options[each.option].last_resort), []).append(each)
         return [each for _, group in sorted(groups.items()) for each in _by_preference(group)]
 
+    def ranked(self, options: Iterable[Option] | None = None) -> list[Estimate]:
+        """The best estimate of each option in which something fits, best first; then the second best of each."""
+        every = self.options.values() if options is None else options
+        best, second = dict[str, Estimate](), dict[str, Estimate]()
+        for each in self.preferred(each for option in every for each in self.fitting(option)):
+            (second if each.option in best else best).setdefault(each.option, each)
+        return [*best.values(), *second.values()]
+
     def find_limits(self, chosen: Estimate, beside: Callable[[], Iterable[Callable[[], object]]] = tuple) -> None:
         """Add the largest micro-batches of each size to `limits`, without sizes where an attempt failed. The planned
         size comes first, and the others start from its result. `beside` then returns what runs beside them."""

@@ -29,7 +29,11 @@ def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
     row, and the fastest for each dtype of frozen weights without a row. All run; those that do not fit are left out.
     """
     shown, beside = _shown(planner, known), [] if planner.passed_over is None else [planner.passed_over]
-    ran = [each for each in planner.run(_fastest_first(shown)) if each is not None and each.verdict != "DOES NOT FIT"]
+    ran = [
+        each
+        for each in planner.run(sorted(shown, key=rate, reverse=True))
+        if each is not None and each.verdict != "DOES NOT FIT"
+    ]
     rows = [*beside, *(each for each in ran if all(each.title != other.title for other in beside)), known]
     rows.sort(key=lambda row: (row.lossless != known.lossless, -rate(row)))
     reasons = [recommended(row, rows) if row is known else _reason(row, known) for row in rows]
@@ -57,12 +61,12 @@ def _shown(planner: Planner, known: Estimate) -> list[Estimate]:
     room = MOST_ROWS - 1
     shown = _thinned(own, max(room - len(others), room - room // 2))
     shown += _thinned(others, room - len(shown))
-    if alike and (fastest := _fastest_first(alike)[0]) not in shown and rate(fastest) > rate(known):
+    if alike and (fastest := max(alike, key=rate)) not in shown and rate(fastest) > rate(known):
         shown.append(fastest)
     bases = {each.strategy.base for each in (*shown, known, planner.passed_over or known)}
     # nf4 takes less than int8 and is as fast, so no front has an int8 base, although its error is a tenth.
-    fastest_of = {each.strategy.base: each for each in reversed(_fastest_first(every))}
-    return shown + [each for base, each in fastest_of.items() if base not in bases]
+    absent = dict.fromkeys(each.strategy.base for each in every if each.strategy.base not in bases)
+    return shown + [max((each for each in every if each.strategy.base == base), key=rate) for base in absent]
 
 
 def _frontier(estimates: Sequence[Estimate]) -> list[Estimate]:
@@ -72,10 +76,6 @@ def _frontier(estimates: Sequence[Estimate]) -> list[Estimate]:
         if not best or rate(each) > rate(best[-1]):
             best.append(each)
     return best
-
-
-def _fastest_first(estimates: Sequence[Estimate]) -> list[Estimate]:
-    return sorted(estimates, key=lambda each: -rate(each))
 
 
 def _spread(planner: Planner, option: Option) -> list[Estimate]:

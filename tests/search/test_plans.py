@@ -18,11 +18,11 @@ from bigdit.profile.pool import WorkerError
 from bigdit.report import words
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Calibration
+from bigdit.search.explore import explore, hopeful
 from bigdit.search.option import Option
 from bigdit.search.plan import Constraints, ResolvedRequest, node_bytes
 from bigdit.search.planner import Planner
 from bigdit.search.resolve import resolve_request
-from bigdit.search.solve import explore, hopeful
 from bigdit.search.space import proposals
 from bigdit.units import GIB, MIB, gib
 

@@ -11,9 +11,9 @@ from bigdit.profile.gpus import EmulatedGpus
 from bigdit.report.page import page
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Calibration
+from bigdit.search.explore import explore, selective
 from bigdit.search.plan import Constraints, Plan, ResolvedRequest, record
 from bigdit.search.planner import Planner
-from bigdit.search.solve import explore, selective
 from bigdit.search.space import proposals
 from bigdit.speed.seconds import Cluster
 
