@@ -7,9 +7,9 @@
    functions torch needs; `c/` has those that do something; it generates the others.
 3. `c/gpu.c` counts bytes and hands out addresses without memory behind them. `c/runtime.c` counts launches and runs
    none. `c/nccl.c` exchanges small payloads. `c/host.c` lets large host tensors share pages.
-4. `inside/values.py` wraps the dispatcher's CUDA kernels: the CPU computes results of at most 64 KiB, and masks. It
-   knows which values were computed, and reports when another one is read. A dispatch mode would change what autograd
-   allocates.
+4. `inside/values.py` wraps the dispatcher's CUDA kernels: the CPU computes results of at most 64 KiB, and masks.
+   `inside/known.py` knows which values were computed. A read of another one is reported. A dispatch mode would change
+   what autograd allocates.
 5. `run.py` runs a command, with `smi.py` as its `nvidia-smi`. Each process writes an account (`inside/account.py`), and
    `emulation.py` evaluates the accounts. `fake_weights.py` makes a hub cache whose weights are holes in files.
 """

@@ -9,12 +9,12 @@ from typing import Any
 
 from . import imports
 from .imports import replacing
+from .known import MASK_BYTES
 from .libraries import library
-from .values import MASK_BYTES
 
 DRAWN_BYTES = 64 << 10
-"""Larger tensors are not drawn, since the GPU would not compute with their values (values.LIMIT_BYTES). They are zero
-where it keeps them (values.MASK_BYTES)."""
+"""Larger tensors are not drawn, since the GPU would not compute with their values (known.LIMIT_BYTES). They are zero
+where it keeps them (known.MASK_BYTES)."""
 SHARED_BYTES = 32 << 20
 """Tensors of this size and more share pages, as in c/host.c."""
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from . import imports, libraries, notices
 from .imports import replacing
-from .values import LIMIT_BYTES
+from .known import LIMIT_BYTES
 
 _ALIGNMENT = 8
 
