@@ -182,7 +182,7 @@ def _measured(point: Point, out: Path) -> Measured | None:
     if answer.exists():
         run = GpuRun.model_validate_json(answer.read_bytes())
         phases = tuple(
-            Phase(phase=each.phase, allocated=each.peak_allocated_bytes, reserved=each.peak_reserved_bytes)
+            Phase(phase=each.phase, allocated=each.allocated_bytes, reserved=each.reserved_bytes or 0)
             for each in run.phases
         )
         return Measured(

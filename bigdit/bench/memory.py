@@ -217,6 +217,6 @@ def _emulated(attempt: Attempt) -> Peaks:
 
 
 def _measured(run: GpuRun) -> Peaks:
-    phases = {each.phase: each.peak_allocated_bytes for each in run.phases}
-    reserved = max(each.peak_reserved_bytes for each in run.phases)
+    phases = {each.phase: each.allocated_bytes for each in run.phases}
+    reserved = max(each.reserved_bytes or 0 for each in run.phases)
     return Peaks(phases=phases, reserved_bytes=reserved, retries=run.alloc_retries)

@@ -18,6 +18,7 @@ from bigdit.processes import ROOT, own_module
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.pool import environment, failure
 from bigdit.strategy import Strict
+from bigdit.train.record import PhaseMemory
 
 RAN_OUT = "two steps ran out of the GPU's memory"
 """The beginning of a worker's message."""
@@ -27,14 +28,6 @@ TIMEOUT_S = 600.0
 
 class RanOut(UserError):
     """Two steps took more than the GPU has."""
-
-
-class GpuPhase(Strict):
-    """The peaks of a phase by torch's own counters, which count whole blocks of the allocator."""
-
-    phase: str
-    peak_allocated_bytes: NonNegativeInt
-    peak_reserved_bytes: NonNegativeInt
 
 
 class Spent(Strict):
@@ -65,7 +58,7 @@ class GpuRun(Strict):
 
     device: str
     params: PositiveInt
-    phases: tuple[GpuPhase, ...]
+    phases: tuple[PhaseMemory, ...]
     alloc_retries: NonNegativeInt
     non_torch_bytes: NonNegativeInt | None
     timing: Timing | None

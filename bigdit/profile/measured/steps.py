@@ -21,10 +21,11 @@ from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import versions
 from bigdit.loader.batch import Batch, RawBatch
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.measured import GpuPhase, GpuRun, Spent, Timing
+from bigdit.profile.measured import GpuRun, Spent, Timing
 from bigdit.profile.steps import STEPS, Witness, Workload, build, group, prepare, take, training
 from bigdit.profile.unwritten import fill, fill_noise, unwritten_weights
 from bigdit.train.measure import GpuPeaks
+from bigdit.train.record import PhaseMemory
 
 
 def run(request: StepRequest, timed_steps: int = 0) -> GpuRun:
@@ -90,19 +91,12 @@ class _Peaks(Witness):
         if not self._closed:
             gc.collect()
 
-    def close(self) -> tuple[GpuPhase, ...]:
+    def close(self) -> tuple[PhaseMemory, ...]:
         gc.collect()
         self._peaks.end()
         gc.enable()
         self._closed = True
-        return tuple(
-            GpuPhase(
-                phase=each.phase,
-                peak_allocated_bytes=each.allocated_bytes,
-                peak_reserved_bytes=each.reserved_bytes or 0,
-            )
-            for each in self._peaks.found
-        )
+        return tuple(self._peaks.found)
 
 
 def _timed(training: Iterator[bool], steps: int) -> Timing:
