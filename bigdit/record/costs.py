@@ -37,11 +37,9 @@ from bigdit.memory import Collective, OperatorCost, Place
 aten = torch.ops.aten
 _ADD = aten.add.Tensor
 
-_WRITTEN_INDEX = aten._index_put_impl_.default
-
 WRITING = {
     aten.add.Tensor: aten.add_.Tensor,
-    aten.index_put.default: _WRITTEN_INDEX,
+    aten.index_put.default: aten._index_put_impl_.default,
     aten.scatter.src: aten.scatter_.src,
 }
 """Operators, and those that compute the same sum in their first operand."""
@@ -238,7 +236,7 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if self.in_place.is_in_place(func, args):
             func = WRITING[func]
-            if func is _WRITTEN_INDEX:  # autograd knows that its indices are valid, and so checks none
+            if func is aten._index_put_impl_.default:  # autograd knows that its indices are valid, and so checks none
                 args = (*args, True)
         result = self.run(func, args, kwargs)
         if self.phases and not self.paused:

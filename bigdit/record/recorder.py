@@ -317,17 +317,15 @@ class History:
     def _read(
         self, trace: Sequence[dict[str, Any]], notes: Sequence[int], known: Sequence[Block]
     ) -> tuple[list[Block], list[int]]:
-        blocks: list[Block] = []
-        events: list[int] = []
-        live: dict[int, int] = {}
+        events, live, described = list[int](), dict[int, int](), list[tuple[int, Category, object]]()
         at: dict[int, list[tuple[int, int]]] = defaultdict(list)  # note and block of each allocation, by address
         for entry, note in zip(trace, notes, strict=True):
             address = entry["addr"]
             if entry["action"] == "alloc":
-                at[address].append((note, len(blocks)))
-                blocks.append(Block(entry["size"], "workspace", str(self._notes[note])))
-                live[address] = len(blocks)
-                events.append(len(blocks))
+                at[address].append((note, len(described)))
+                described.append((entry["size"], "workspace", self._notes[note]))
+                live[address] = len(described)
+                events.append(len(described))
             else:
                 events.append(-live.pop(address))
         for (note, address), seen in zip(self._seen, known, strict=True):
@@ -335,8 +333,8 @@ class History:
             earlier = bisect.bisect_left(at[address], (note, 0)) - 1
             if earlier >= 0:
                 block = at[address][earlier][1]
-                blocks[block] = replace(blocks[block], category=seen.category, label=seen.label)
-        return blocks, events
+                described[block] = described[block][0], seen.category, seen.label
+        return [Block(size, category, str(label)) for size, category, label in described], events
 
     def _end_phase(self) -> None:
         if self._starts:
