@@ -30,8 +30,8 @@ class Recorder(Counting):
     `UntypedStorage.resize_`. The history has what a kernel takes within one operation.
 
     Frees follow reference counts. Cycles would wait for the garbage collector, whose time differs from run to run. So
-    the mode turns automatic collection off, and collects at the end of each phase, without objects from before the
-    mode. If automatic collection was off before, it stays off.
+    the mode turns automatic collection off, and collects at the end of each phase. If automatic collection was off
+    before, it stays off.
     """
 
     def __init__(self, history: History | None = None) -> None:
@@ -41,13 +41,11 @@ class Recorder(Counting):
         if history is not None:
             self._tracks["cuda"] = _Track(history.see)
         self._callers: list[tuple[str, Category | None]] = []
-        self._collect = self._froze = False
+        self._collect = False
 
     def __enter__(self) -> Recorder:
         self._collect = gc.isenabled()
         gc.disable()
-        self._froze = gc.get_freeze_count() == 0
-        gc.freeze()  # collections skip all that exists by now, and stay cheap
         self._hooks.enter_context(replaced(torch.UntypedStorage, "resize_", self._watch_resize))
         # Compiled code allocates with this function, which is no operation.
         self._hooks.enter_context(replaced(torch._C._dynamo.guards, "_empty_strided_cuda", self._watch_allocation))
@@ -58,8 +56,6 @@ class Recorder(Counting):
         super().__exit__(*error)
         if self._collect:
             gc.enable()
-        if self._froze:  # else the process froze its libraries itself, and skips their teardown at its end
-            gc.unfreeze()  # libraries such as Triton report frozen objects as leaks
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation. Its storages are recorded."""

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
 import torch
 from gpus import answers
 from torch import nn
@@ -203,17 +202,3 @@ def test_the_call_of_an_engine_names_what_it_allocates():
         28: ("temporary", "aten.ones.default"),
     }
     assert all(tensor.numel() for tensor in (gathered, own, later))
-
-
-@pytest.mark.parametrize("by_the_process", [False, True])
-def test_what_collections_leave_out_is_the_process_s_own_affair_afterwards(by_the_process: bool) -> None:
-    """Triton would report all frozen objects as leaked at exit, in forty lines."""
-    gc.unfreeze()
-    if by_the_process:
-        gc.freeze()
-    try:
-        with Recorder():
-            torch.empty(4)
-        assert (gc.get_freeze_count() > 0) == by_the_process
-    finally:
-        gc.unfreeze()
