@@ -24,7 +24,7 @@ GPUS_MOST = 16
 
 VALUES_BYTES = 64 * KIB
 """Tensors up to this size have values. Larger ones are neither written nor copied, except for masks
-(inside/values.py)."""
+(inside/known.py)."""
 
 _L2_MIB = 40
 """The L2 cache of GPUs for which the catalogue has none. No known allocation depends on it."""
