@@ -115,7 +115,7 @@ def emulated(gpu: str, mode: str, python: str) -> dict[str, Any]:
 def whole_models() -> list[str]:
     """Rows with the peak and the kernels of each model's step, as written and compiled."""
     from bigdit import catalog
-    from bigdit.config.load import parse_strategy
+    from bigdit.config.strategy_text import parse_strategy
     from bigdit.profile.attempt import Attempt, request_for
     from bigdit.profile.gpus import EmulatedGpus
     from bigdit.units import gib
@@ -146,7 +146,7 @@ def whole_models() -> list[str]:
 def float8_models() -> list[str]:
     """Rows with the peak and the predicted seconds of each model's step."""
     from bigdit import catalog
-    from bigdit.config.load import parse_strategy
+    from bigdit.config.strategy_text import parse_strategy
     from bigdit.profile.attempt import request_for
     from bigdit.profile.gpus import EmulatedGpus
     from bigdit.speed.seconds import Cluster, launches_of

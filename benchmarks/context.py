@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bigdit import catalog
 from bigdit.catalog.context import CONTEXTS, context_problems
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.profile.attempt import request_for
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.report.tables import DASH

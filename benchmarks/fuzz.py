@@ -34,7 +34,7 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from bigdit.cli import main
-from bigdit.config.load import PRESETS
+from bigdit.config.strategy_text import PRESETS
 from bigdit.errors import UserError
 
 ROOT = Path(__file__).parents[1]

@@ -19,7 +19,7 @@ from emulated import non_torch
 from pydantic import NonNegativeInt
 
 from bigdit import catalog
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
 from bigdit.profile.attempt import Attempt, AttemptJob, StepRequest, request_for

@@ -21,7 +21,7 @@ from pages import kept
 
 from bigdit import catalog
 from bigdit.catalog.encoders import online_encoders
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.errors import UserError
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus

@@ -32,8 +32,8 @@ from bigdit.catalog import batch_shape
 from bigdit.catalog.families import REFERENCE, class_count
 from bigdit.checkpoint import latest
 from bigdit.config.data import Bucket
-from bigdit.config.load import load_run, load_stages
 from bigdit.config.run import RECEIPT, receipt_of
+from bigdit.config.stages import load_run, load_stages
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.fake_weights import lay_out
 from bigdit.emulator.interpreter import cuda_build, cuda_python

@@ -18,7 +18,7 @@ import torch
 from on_gpu.points import few_blocks
 
 from bigdit import catalog, checkpoint, engines, libraries, models
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.dist import world_from_env
 from bigdit.engines.state import replicated
 from bigdit.objective_spec import FlowMatchingSpec

@@ -26,7 +26,7 @@ import torch
 from on_gpu.points import few_blocks
 
 from bigdit import catalog, checkpoint, engines, libraries, models
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.dist import World
 from bigdit.engines.state import state_slices
 from bigdit.files import write_text

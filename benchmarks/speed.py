@@ -17,7 +17,7 @@ from emulated import step_of
 from pages import kept
 
 from bigdit import catalog
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.profile.attempt import request_for
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.speed.seconds import NO_TIME, Interval, StepTime

@@ -13,8 +13,10 @@ from plan_files import plan_of, write
 
 from bigdit.catalog.resolve import read_model_config
 from bigdit.commands.extract import _parse as parse_resources
-from bigdit.config.load import load_run, parse_strategy, read_ds_config
+from bigdit.config.load import read_ds_config
 from bigdit.config.plan_file import read_plan_file
+from bigdit.config.stages import load_run
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.documents import parse_json, parse_yaml
 from bigdit.errors import UserError
 from bigdit.search.calibration import read as read_receipts

@@ -10,7 +10,7 @@ from tried.saved import saved
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.checkpoint import latest
-from bigdit.config.load import load_run, load_stages
+from bigdit.config.stages import load_run, load_stages
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import StepRequest

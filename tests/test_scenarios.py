@@ -12,7 +12,7 @@ from commands import ROOT
 from emulated import non_torch, step_of
 
 from bigdit import catalog
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.profile.attempt import UNLIMITED
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus
 from bigdit.search.calibration import UNPROVED, Calibration

@@ -13,7 +13,7 @@ from emulated import non_torch, step_of
 from bigdit import catalog
 from bigdit.catalog import Gpu
 from bigdit.catalog.encoders import online_encoders
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.errors import UserError
 from bigdit.profile.attempt import Attempt, Profile, StepRequest, request_for
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row

@@ -5,7 +5,7 @@ from __future__ import annotations
 from emulated import non_torch
 
 from bigdit import catalog
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.memory import Category
 from bigdit.profile.attempt import Profile
 from bigdit.search.calibration import UNPROVED

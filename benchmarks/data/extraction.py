@@ -27,8 +27,8 @@ from PIL import Image
 
 from bigdit import libraries
 from bigdit.catalog.resolve import model_spec
-from bigdit.config.load import load_run
 from bigdit.config.run import RunConfig
+from bigdit.config.stages import load_run
 from bigdit.encoders.latents import bucket_pixels
 from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.encoders.protocol import TextEncoder, to_unit_range

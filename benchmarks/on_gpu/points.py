@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bigdit import catalog
 from bigdit.catalog import FAMILIES, CatalogModel, Gpu
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest, request_for
 

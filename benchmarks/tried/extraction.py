@@ -13,8 +13,9 @@ from PIL import Image
 
 from bigdit import catalog
 from bigdit.config.data import frames_of
-from bigdit.config.load import parse_run, read_stages
+from bigdit.config.load import parse_run
 from bigdit.config.run import RunConfig
+from bigdit.config.stages import read_stages
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.emulation import EmulatedRun
 from bigdit.emulator.interpreter import cuda_python

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from bigdit.checkpoint.folder import Saved as Folder
 from bigdit.checkpoint.saver import kept_steps
-from bigdit.config.load import Stage
 from bigdit.config.run import EXPORTS
+from bigdit.config.stages import Stage
 from bigdit.engines.state import EMA
 from bigdit.recipes import DiskNeed
 from bigdit.train.saves import due, is_due

@@ -69,7 +69,7 @@ def memory(
     cuda_python()  # first: a missing one is an error at once
     from bigdit import catalog
     from bigdit.bench.memory import MemoryBenchmark
-    from bigdit.config.load import parse_strategy
+    from bigdit.config.strategy_text import parse_strategy
     from bigdit.report.bench import note, retried, subtitle, tables, title, write_memory
 
     sizes = parse_numbers("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
@@ -191,7 +191,7 @@ def step(
     libraries.prepare()
     from bigdit.catalog.families import objective_of
     from bigdit.config.check import check_store
-    from bigdit.config.load import load_run
+    from bigdit.config.stages import load_run
     from bigdit.receipt import keep, write
 
     one_process = ["strategy.engine=single", "strategy.world_size=1", "strategy.ds_config=null"]

@@ -66,7 +66,7 @@ def run(
 
     libraries.prepare()
     from bigdit.config.check import check_paths
-    from bigdit.config.load import load_chosen
+    from bigdit.config.stages import load_chosen
     from bigdit.extract.batch_size import with_batch_size
     from bigdit.extract.extract import extract
 
@@ -99,7 +99,7 @@ def _check(runs: Sequence[RunConfig]) -> list[ModelSpec]:
     """The models of the runs. Raises UserError, before hours of encoding, if a run could not train."""
     from bigdit.catalog.resolve import model_spec
     from bigdit.config.check import check
-    from bigdit.config.load import of_each
+    from bigdit.config.stages import of_each
 
     def checked(run: RunConfig) -> ModelSpec:
         model = model_spec(run.model)

@@ -29,7 +29,7 @@ Folder = Annotated[Path, typer.Argument(metavar="FEATURES", help="The cache: dat
 def info(folder: Folder, as_json: Json = False) -> None:
     """Show counts, buckets, sizes, encoders, the speed of each worker, and what was truncated, skipped or leased."""
     from bigdit.extract.verify import open_schema
-    from bigdit.store.changes import latest_schema
+    from bigdit.store.growth import latest_schema
     from bigdit.store.report import store_report
     from bigdit.store.schema import EXTRACT
 
@@ -111,7 +111,7 @@ def _repair(folder: Path, config: Path, overrides: list[str], workers: int | Non
     """Remove the damaged files, and encode their samples again."""
     from bigdit.catalog.resolve import model_spec
     from bigdit.config.check import check
-    from bigdit.config.load import load_stages
+    from bigdit.config.stages import load_stages
     from bigdit.extract.extract import extract
 
     runs = [stage.run for stage in load_stages(config, overrides)]

@@ -42,7 +42,7 @@ def run(
 
     cuda_python()  # first: a missing one is an error at once
     from bigdit import catalog
-    from bigdit.config.load import parse_strategy
+    from bigdit.config.strategy_text import parse_strategy
     from bigdit.memory.process import non_torch_memory_of
     from bigdit.profile.attempt import request_for
     from bigdit.profile.gpus import EmulatedGpus

@@ -211,7 +211,7 @@ def _document(args: SampleArguments, found: Checkpoint | Base, rows: list[dict[s
 def _starting_model(config: Path, overrides: list[str]) -> Base:
     """The model that a run starts from. Raises UserError if the run cannot train, or starts from random weights."""
     from bigdit.config.check import check_paths
-    from bigdit.config.load import load_stages
+    from bigdit.config.stages import load_stages
     from bigdit.sampling import Base
     from bigdit.train.prepare import prepare
 

@@ -18,7 +18,7 @@ from bigdit.processes import own_module
 from bigdit.units import GIB, gib
 
 if TYPE_CHECKING:
-    from bigdit.config.load import Stage
+    from bigdit.config.stages import Stage
     from bigdit.train.prepare import Prepared
     from bigdit.train.processes.launch import Meeting
 
@@ -52,7 +52,8 @@ def run(
 ) -> int:
     """Train a run, with one process per GPU. Run it again to resume."""
     from bigdit.config.check import check_paths
-    from bigdit.config.load import load_stages, with_ds_config, with_grace
+    from bigdit.config.load import with_ds_config, with_grace
+    from bigdit.config.stages import load_stages
     from bigdit.train.prepare import prepare_stages
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)

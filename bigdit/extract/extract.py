@@ -30,17 +30,11 @@ from bigdit.errors import UserError
 from bigdit.extract.worker import Done, Failed, Finished, Note, Progress, Ready, Unit, server, work
 from bigdit.files import write_text
 from bigdit.sources.open import SourceList, open_source
-from bigdit.store.changes import (
-    Items,
-    commit_growth,
-    grow,
-    latest_schema,
-    numbered,
-    remove_old_listings,
-    write_listings,
-)
+from bigdit.store.changes import Items, grow, numbered
 from bigdit.store.files import url_of
+from bigdit.store.growth import commit_growth, latest_schema
 from bigdit.store.lease import missing, own_folder, pull, remove_left
+from bigdit.store.listing import remove_old_listings, write_listings
 from bigdit.store.report import FILE as REPORT
 from bigdit.store.report import ExtractReport, StoreReport, UnitSpeed, extract_report, shares_of, store_report
 from bigdit.store.schema import EXTRACT, Range, StoreSchema, claim, store_identity

@@ -9,8 +9,10 @@ from typing import Any
 
 from bigdit.config.check import online_problems
 from bigdit.config.data import IdentityCodec, frames_of
-from bigdit.config.load import PRESETS, of_each, parse_run, read_run, read_stages, with_set
+from bigdit.config.load import parse_run, read_run
 from bigdit.config.run import RunConfig
+from bigdit.config.stages import of_each, read_stages, with_set
+from bigdit.config.strategy_text import PRESETS
 from bigdit.documents import at, differences, written
 from bigdit.encoders.host_bytes import host_weights
 from bigdit.errors import UserError

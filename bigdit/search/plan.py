@@ -11,8 +11,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.context import degrees
-from bigdit.config.load import MOST_MICRO_BATCH, PRESETS
 from bigdit.config.plan_file import Asked, Expected, Fewer, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
+from bigdit.config.strategy_text import MOST_MICRO_BATCH, PRESETS
 from bigdit.documents import Count, Natural, Positive, Side, Switch
 from bigdit.encoders.host_bytes import HostWeights
 from bigdit.memory import Ledger, Timeline, host_memory
@@ -47,7 +47,7 @@ EngineChoice = Literal[
     "fsdp2",
     "fsdp2-offload",
 ]
-"""Engines by the names of config/load.py's presets."""
+"""Engines by the names of config/strategy_text.py's presets."""
 
 
 class Constraints(Strict):

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bigdit.catalog.context import least_ring
-from bigdit.config.load import PRESETS
+from bigdit.config.strategy_text import PRESETS
 from bigdit.search.option import Option
 from bigdit.search.plan import Constraints, Rejected, ResolvedRequest
 from bigdit.strategy import FACTORED, OPTIMIZERS, Precision, Strategy

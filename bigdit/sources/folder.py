@@ -1,18 +1,14 @@
-"""Folders of images and videos, and folders of frame folders: numbered images that make one video."""
+"""Folders of images and videos."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import os
-import re
 import zlib
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -21,32 +17,24 @@ import xxhash
 from PIL import Image
 
 from bigdit import log
-from bigdit.config.data import MAX_PIXELS, MOST_REFERENCES, SourceConfig
+from bigdit.config.data import MAX_PIXELS, SourceConfig
 from bigdit.errors import UserError, shown
 from bigdit.sources.captions import (
     LISTS,
-    OF_SAMPLES,
     CaptionFiles,
     Missing,
-    caption_files,
     captions_of,
     check_link,
     conversion,
     counted,
     folder_label,
     log_ignored,
-    odd_names,
-    plain_name,
     read_linked,
     reads_captions,
     usual_files,
 )
-from bigdit.sources.captions import (
-    SUFFIXES as CAPTIONS,
-)
 from bigdit.sources.disk import (
     IMAGE_BYTES,
-    IMPOSSIBLE,
     empty_folder_above,
     not_mounted,
     not_there,
@@ -56,21 +44,16 @@ from bigdit.sources.disk import (
 )
 from bigdit.sources.image import (
     MASK,
-    REFERENCE,
     SUFFIXES,
     alpha,
-    decode,
     decode_part,
-    marked,
-    owner,
-    reference_marks,
     usual_mark,
     with_references,
 )
+from bigdit.sources.listing import Listing, kind_of_mask
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
-from bigdit.sources.text_rows import METADATA, Metadata
 from bigdit.sources.videos import SUFFIXES as VIDEOS
-from bigdit.sources.videos import Clip, contents_of, is_video, resampled, video_frames
+from bigdit.sources.videos import Clip, contents_of, is_video, video_frames
 from bigdit.units import how_many
 
 BLOCK = 1024
@@ -101,7 +84,6 @@ class Names:
 
 
 _SEPARATOR = "//"  # between the parts of a stored entry; no relative path contains it
-_MISSING = -1, -1
 
 
 @dataclass(frozen=True)
@@ -214,7 +196,7 @@ class ImageFolder:
         """
         self.root = root = config.path
         self._links = config.follow_links
-        self._mask = _kind_of_mask(config)
+        self._mask = kind_of_mask(config)
         self._labelled, self._captioned = config.label is not None, reads_captions(config)
         self._clip, self._least = clip, min(references, default=0)
         suffixes = SUFFIXES if clip is None else (*SUFFIXES, *VIDEOS)
@@ -286,10 +268,6 @@ class ImageFolder:
             yield entry
 
 
-_REPEATED = re.compile(r"([2-9]|[1-9]\d{1,2})_.*/")
-"""Names of folders that kohya's scripts repeat."""
-
-
 def _unrepeated(key: str, root: Path, folders: Sequence[str]) -> str:
     first = folders[0].rstrip("/")
     count = how_many(len(folders), "folder")
@@ -334,288 +312,3 @@ def _parsed(text: str) -> tuple[Entry, _Details]:
     found = tuple(Caption(*each) for each in cells) if isinstance(cells, list) else cells
     references = (reference,) if isinstance(reference, str) else reference and tuple(reference)
     return Entry(name, 1, image, captions, times), (files and tuple(files), found, references, mask)
-
-
-_Found = tuple[str, list[tuple[int, int]], CaptionFiles | None, str | None, str | list[str] | None, str | None]
-"""An image: its relative path; the sizes and times of its image, JSON, text, mask and references, -1 for a missing one;
-its caption files, None for the usual ones; its row of metadata in JSON; its reference or references; its mask, None for
-the usual one."""
-
-
-class Listing:
-    """The images with `suffixes` below a folder. `edited`: the most references of an image.
-
-    It counts the `masks` and `references` of images, and other files in `ignored`. `unread`: captions without an image
-    of the same name; `numbered`: folders that kohya's scripts would repeat. A folder is sorted as if its name ended in
-    a slash, which is the order of whole paths. So memory holds one folder of each level, never the whole tree.
-    """
-
-    def __init__(self, suffixes: Collection[str], config: SourceConfig, key: str, edited: int = 0) -> None:
-        self._suffixes, self._config, self._key, self._edited = suffixes, config, key, reference_marks(edited)
-        self.ignored: Counter[str] = Counter()
-        self.masks = self.references = 0
-        self.unread: list[str] = []
-        self.numbered: list[str] = []
-
-    def images(self, folder: str = "", above: Sequence[Metadata] = ()) -> Iterator[_Found]:
-        """The images below a relative folder. `above`: the metadata of folders above, the nearest first."""
-        root = self._config.path
-        descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short, so the kernel walks less
-        try:
-            entries = _entries(descriptor, self.ignored)
-            captioned, masked = self._config.caption is None, _kind_of_mask(self._config) == "file"
-            odd = odd_names(entries)
-            own = self._metadata(folder, entries)
-            tables = above if own is None else (own, *above)
-            marked_files, masks, references = self._marked(entries)
-            if isinstance(self._config.mask, Path):
-                masks = _masks_within(self._config.mask.absolute() / folder)
-                self.masks += len(masks.keys() & set(map(owner, filter(_is_image, entries))))
-            captions_found, caption_names = 0, list[str]()
-            for name in sorted(entries):
-                suffix = os.path.splitext(name)[1]
-                if name.endswith("/"):
-                    if isinstance(self._config.mask, Path) and _same(root / folder / name, self._config.mask):
-                        continue
-                    if not folder and _REPEATED.fullmatch(name):
-                        self.numbered.append(name)
-                    yield from self.images(folder + name, tables)
-                elif name in marked_files:
-                    continue
-                elif suffix.lower() in self._suffixes:
-                    captions = caption_files(name, entries, odd)
-                    captions_found += sum(each in entries for each in captions)
-                    usual_mask = usual_mark(name, MASK)
-                    mask = (masks and masks.get(owner(name))) or usual_mask
-                    # The listing shows what is missing. A stat would be a round trip on a network file system.
-                    present = entries if captioned else entries & {name, mask}
-                    listed = [name, *captions, *([mask] if masked else [])]
-                    there = [file in present or os.path.isabs(file) for file in listed]  # masks of another folder
-                    files = [
-                        _size_and_time(file, descriptor) if is_there else _MISSING
-                        for file, is_there in zip(listed, there, strict=True)
-                    ]
-                    edited = [found.get(owner(name)) or usual_mark(name, mark) for mark, found in references.items()]
-                    files += [_size_and_time(each, descriptor) for each in edited]
-                    reference = edited if len(edited) > 1 else edited[0] if edited else None
-                    row = tables[0].row(folder + name, captions[1] in entries) if tables else None
-                    for further in tables[1:]:
-                        further.leave(folder + name)
-                    usual = usual_files(os.path.splitext(name)[0])
-                    own_mask = mask if masked and mask != usual_mask else None
-                    yield folder + name, files, None if captions == usual else captions, row, reference, own_mask
-                elif suffix.lower() in CAPTIONS:
-                    caption_names += [name] if name != OF_SAMPLES else []
-                elif name not in METADATA:
-                    self.ignored[f"{suffix or 'other'} file"[:20]] += 1
-            if len(caption_names) > captions_found and reads_captions(self._config):
-                self.unread += _without_image(folder, caption_names, entries)
-            if own is not None:
-                own.log_unused()
-        finally:
-            os.close(descriptor)
-
-    def _metadata(self, folder: str, entries: Collection[str]) -> Metadata | None:
-        names = [name for name in METADATA if name in entries and reads_captions(self._config)]
-        if len(names) > 1:
-            unread = self._config.path / folder / names[1]
-            log.notice(f"{self._key}: {unread} is ignored, because {names[0]} is beside it; put its rows there")
-        return Metadata(folder, names[0], self._config, self._key) if names else None
-
-    def _marked(self, entries: Collection[str]) -> tuple[set[str], dict[str, str], dict[str, dict[str, str]]]:
-        """All masks and references in a folder, which are no images by themselves; the masks by owner; the references
-        by mark and owner. Counts those that the source does not use in `ignored`."""
-        marked_by, all_marked = dict[str, dict[str, str]](), set[str]()
-        referring = {name for name in entries if REFERENCE in name.lower()}  # most folders have none
-        marks = [(MASK, self._config.mask == "file", entries), (REFERENCE, REFERENCE in self._edited, entries)]
-        marks += [(each, each in self._edited, referring) for each in reference_marks(MOST_REFERENCES)[1:]]
-        for mark, used, names in marks:
-            found = marked(names, mark)
-            if found and not used:
-                owners = {owner(name) for name in entries if name not in found and _is_image(name)}
-                found = {name: stem for name, stem in found.items() if stem in owners}
-                self.ignored[mark.removeprefix(".")] += len(found)
-            all_marked |= found.keys()
-            marked_by[mark] = {stem: name for name, stem in found.items()} if used else {}
-        references = {mark: marked_by[mark] for mark in self._edited}
-        self.masks += len(marked_by[MASK])
-        self.references += sum(map(len, references.values()))
-        return all_marked, marked_by[MASK], references
-
-
-def _kind_of_mask(config: SourceConfig) -> Literal["file", "alpha"] | None:
-    return "file" if isinstance(config.mask, Path) else config.mask
-
-
-def _same(one: Path, other: Path) -> bool:
-    return os.path.abspath(one) == os.path.abspath(other)
-
-
-def _masks_within(folder: Path) -> dict[str, str]:
-    """The paths of the images in a folder of masks, by the stem of their image."""
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    return {owner(name): str(folder / name) for name in names if _is_image(name)}
-
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in SUFFIXES
-
-
-def _without_image(folder: str, names: Sequence[str], entries: Collection[str]) -> list[str]:
-    """The caption files of a folder that have the name of no image or video there."""
-    images = [plain_name(name) for name in entries if os.path.splitext(name)[1].lower() in (*SUFFIXES, *VIDEOS)]
-    stems = {each for name in images for each in (name, os.path.splitext(name)[0])}
-    return [folder + name for name in names if plain_name(os.path.splitext(name)[0]) not in stems]
-
-
-def _entries(descriptor: int, ignored: Counter[str]) -> set[str]:
-    """Names in a folder, without hidden ones, as macOS and notebooks leave them. Names of folders end in a slash."""
-    entries = set()
-    with os.scandir(descriptor) as scanned:
-        for entry in scanned:
-            if entry.name.startswith("."):
-                ignored["hidden file"] += 1
-            elif entry.is_symlink() and _is_folder(entry):
-                ignored["linked folder"] += 1
-            else:
-                entries.add(f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name)
-    return entries
-
-
-def _is_folder(link: os.DirEntry) -> bool:
-    try:
-        return link.is_dir()
-    except OSError as error:
-        if error.errno in IMPOSSIBLE:  # a link in a circle; loading it raises
-            return False
-        raise
-
-
-def _size_and_time(name: str | Path, descriptor: int | None = None) -> tuple[int, int]:
-    """The bytes of a file, and the time of its last change in nanoseconds."""
-    try:
-        status = os.stat(name, dir_fd=descriptor)
-        return status.st_size, status.st_mtime_ns
-    except OSError as error:
-        if error.errno in (errno.ENOENT, *IMPOSSIBLE):
-            return _MISSING  # missing, a link to nothing, or in a circle; loading it raises
-        raise
-
-
-@dataclass(frozen=True)
-class FrameFolder(Item):
-    """A video: the images of the folder `name` below `root`, in the order of their numbers, `step` seconds apart."""
-
-    index: int
-    root: Path
-    name: str
-    step: Fraction
-    clip: Clip
-    follow_links: bool
-    captioned: bool = True
-
-    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
-        """As Item.read."""
-        return Contents(lambda: (decode(each, max_pixels) for each in self._frames()), self._digest, self.captions())
-
-    def captions(self) -> tuple[Caption, ...]:
-        """As Item.captions."""
-        folder = self.root / self.name
-        files = usual_files(folder.name)
-        return captions_of(self.root, folder.parent, files, self.follow_links) if self.captioned else ()
-
-    def _digest(self) -> int:
-        digest = xxhash.xxh3_64()
-        with contextlib.suppress(Unusable):  # decoding raises it
-            for data in self._frames():
-                digest.update(data)
-        return digest.intdigest()
-
-    def _frames(self) -> Iterator[bytes]:
-        """The bytes of each frame of the clip."""
-        folder = self.root / self.name
-        try:
-            names = frames_within(os.listdir(folder))
-            timed = ((number * self.step, self.step, name) for number, name in enumerate(names))
-            for name in resampled(timed, self.clip):
-                check_link(self.root, folder / name, self.follow_links)
-                yield read_file(folder / name, IMAGE_BYTES)
-        except FileNotFoundError as error:
-            raise unreadable(folder, error) from None
-
-
-class FrameFolders:
-    """All folders of images below `root`, with `frame_rate` images a second. Linked folders are ignored."""
-
-    class_names: Collection[str] = ()
-
-    def __init__(self, config: SourceConfig, key: str, frame_rate: float, clip: Clip) -> None:
-        """List the folders. Raises UserError, which names `key`, if there are none or they cannot be listed."""
-        self.root = root = config.path
-        self._step = Clip(frame_rate, 1).step
-        self._how = self._step, clip, config.follow_links, reads_captions(config)
-        digest = xxhash.xxh3_128(f"frames {self._step} apart, links {config.follow_links}\n".encode())
-        ignored: Counter[str] = Counter()
-        try:
-            self._entries = list(_digested_frames(root, digest, ignored))
-        except OSError as error:
-            raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
-        if not self._entries:
-            raise UserError(f"{key}: {root} holds no folders of images, as frame_rate needs; leave frame_rate out")
-        log_ignored(key, root, ignored)
-        self.identity = {"kind": "folder", "count": len(self), "digest": digest.hexdigest()}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def entries(self) -> Iterator[Entry]:
-        """As Source.entries."""
-        return iter(self._entries)
-
-    def items(self, start: int, end: int) -> list[FrameFolder]:
-        """Videos [start, end) of the order."""
-        entries = enumerate(self._entries[start:end], start)
-        return [FrameFolder(index, self.root, entry.name, *self._how) for index, entry in entries]
-
-
-def frames_within(names: list[str]) -> list[str]:
-    """The images among file names, without hidden ones, sorted by their last numbers: `2.png` before `10.png`."""
-
-    def number(name: str) -> tuple[int, str]:
-        found = re.findall(r"\d+", os.path.splitext(name)[0])
-        return (int(found[-1]) if found else -1), name
-
-    return sorted((name for name in names if _is_image(name) and not name.startswith(".")), key=number)
-
-
-def _digested_frames(root: Path, digest: xxhash.xxh3_128, ignored: Counter[str]) -> Iterator[Entry]:
-    """Entries of folders with images. Digests the names and sizes of images, and the sizes of captions.
-
-    Counts other files, and images outside a folder, in `ignored`.
-    """
-    for folder in _folders_below(root, ignored):
-        names = os.listdir(folder)
-        frames = frames_within(names) if folder != root else []
-        for name in set(names) - set(frames):
-            if (suffix := os.path.splitext(name)[1]) not in (".json", ".txt") and (folder / name).is_file():
-                ignored[f"{suffix or 'other'} file"[:20]] += 1
-        if frames:
-            name = os.path.relpath(folder, root)
-            files = [*(folder / frame for frame in frames), Path(f"{folder}.json"), Path(f"{folder}.txt")]
-            sizes, times = zip(*map(_size_and_time, files), strict=True)
-            lines = [f"{os.path.relpath(each, root)}\0{size}\n" for each, size in zip(files, sizes, strict=True)]
-            digest.update(os.fsencode("".join(lines)))
-            contents, changed = (
-                xxhash.xxh3_64_hexdigest(os.fsencode(each)) for each in ("".join(lines[:-2]), str(times))
-            )
-            yield Entry(name, 1, contents, f"{sizes[-2]} {sizes[-1]}", changed)
-
-
-def _folders_below(folder: Path, ignored: Counter[str]) -> Iterator[Path]:
-    """A folder and all below it, sorted. Counts linked folders in `ignored`."""
-    yield folder
-    with os.scandir(folder) as entries:
-        found = list(entries)
-    ignored["linked folder"] += sum(entry.is_symlink() and os.path.isdir(entry) for entry in found)
-    for name in sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False)):
-        yield from _folders_below(folder / name, ignored)

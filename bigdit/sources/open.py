@@ -21,7 +21,8 @@ from bigdit.errors import UserError, nearest
 from bigdit.sources.captions import FOLDER, Ruled, Rules
 from bigdit.sources.disk import not_there
 from bigdit.sources.file_rows import FileRows
-from bigdit.sources.folder import FrameFolders, ImageFolder
+from bigdit.sources.folder import ImageFolder
+from bigdit.sources.frame_folders import FrameFolders
 from bigdit.sources.image import SUFFIXES, Varied
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Source, cut
 from bigdit.sources.tables import Rows, TableSource

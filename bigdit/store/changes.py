@@ -3,47 +3,45 @@
 The store has a listing of each source: names, sizes and times of its files, and the indices of their images in the
 store. Where a listing agrees, nothing is read. Files that differ, if only in their times, are read and compared with
 the digests in the parts. An image with the same content keeps its index, whatever its name is now. The others get new
-indices after all others. A listing can be deleted at any time. Then all files are read.
-
-The schema with the changes waits in `growth-N.json` until all its parts exist. So whoever reads a store finds it as it
-was before, or as it is after. Parts are only added. The last growth file stays, and replaces a lost `schema.json`. If
-two extractions plan at once, one of them creates the next file.
+indices after all others.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gzip
 import itertools
 import json
-import os
-import zlib
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
-from pydantic import TypeAdapter
 
 from bigdit import log
 from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError, shown
-from bigdit.files import MOST_BYTES, create_text, replacing, write_text
-from bigdit.sources.open import INDEX, SourceList
+from bigdit.sources.open import SourceList
 from bigdit.sources.protocol import Contents, Entry, Item, Source, Unusable
-from bigdit.store.header import check_part, read_header
-from bigdit.store.lease import missing, own_folder
-from bigdit.store.part import part_path, part_range
+from bigdit.store.growth import begin_growth, latest_schema
+from bigdit.store.lease import missing
+from bigdit.store.listing import (
+    Ints,
+    indices_of,
+    is_current,
+    keyed,
+    listing_path,
+    live_indices,
+    read_listing,
+    with_indices,
+    write_listing,
+)
+from bigdit.store.part import part_path
 from bigdit.store.reader import Part
 from bigdit.store.schema import (
     EXTRACT,
-    FILE,
-    GROWTH,
     Change,
     Range,
     Run,
@@ -52,21 +50,15 @@ from bigdit.store.schema import (
     check_same,
     part_identity,
     read_schema,
-    schema_text,
 )
 from bigdit.units import how_many
 
-Ints = npt.NDArray[np.int64]
 Digests = tuple[int, int]
 """The digests of an image and of its captions or label; (0, 0) if they cannot be read."""
 
 _NAMED = 3  # the names that a message has for each kind of change
-_DAMAGED = OSError, EOFError, ValueError, zlib.error
 _READERS = 8  # threads that read files
 _CHUNK = 64  # items that a thread reads at a time
-_LINE = TypeAdapter(
-    tuple[str, int, str, str, str] | tuple[str, int, str, str, str, list[tuple[int, int]]], config={"strict": True}
-)
 
 
 @dataclass
@@ -124,7 +116,7 @@ def grow(
     begin_growth(root, found, schema)  # may refuse the extraction, so it comes before the listings
     for number, (inner, changes) in enumerate(zip(source.sources, all_changes, strict=True)):
         if not changes.listed or schema.changes != found.changes:
-            _write_listing(root, schema, number, inner, changes.places)
+            write_listing(root, schema, number, inner, changes.places)
     return schema, lines
 
 
@@ -142,7 +134,7 @@ def not_encoded(root: Path, source: SourceList) -> list[str]:
         if number >= len(known):
             lines.append(f"data.images[{number}] is not encoded into {root}; {EXTRACT} adds it")
             continue
-        agrees, then = _agrees(_listing(root, schema, number), inner), known[number]
+        agrees, then = is_current(listing_path(root, schema, number), inner), known[number]
         if any(now.get(key) != then.get(key) for key in (now | then).keys() - {*_FILES}) or (agrees and now != then):
             lines.append(
                 f"data.images[{number}] had other settings when it was encoded into {root}; set them back, or set "
@@ -156,21 +148,6 @@ def not_encoded(root: Path, source: SourceList) -> list[str]:
         sources = how_many(len(known), "source")
         lines.append(f"{root} has {sources}, and data.images {len(requested)}; training takes all of {root}")
     return lines
-
-
-def write_listings(root: Path, schema: StoreSchema, source: SourceList) -> None:
-    """Write the listings of a new store."""
-    ends = schema.ends()
-    for number, inner in enumerate(source.sources):
-        _write_listing(root, schema, number, inner, np.arange(ends[number] - len(inner), ends[number]))
-
-
-def remove_old_listings(root: Path, schema: StoreSchema) -> None:
-    """Remove the listings from before the last change of the store."""
-    kept = {_listing(root, schema, number).name for number in range(len(schema.current))}
-    for path in (root / INDEX).glob("source-*.jsonl.gz"):
-        if path.name not in kept:
-            path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -215,13 +192,13 @@ def numbered(root: Path, schema: StoreSchema, source: SourceList) -> Items:
         return source
     places, first = np.full(schema.count, -1), 0
     for number, inner in enumerate(source.sources):
-        before = _read_listing(root, schema, number)
+        before = read_listing(root, schema, number)
         if before is None or sum(len(indices) for _, indices in before) != len(inner):
             raise UserError(
-                f"data.features: {_listing(root, schema, number)} names the images of missing parts, and is missing or "
-                f"damaged; choose another data.features, or delete {root}, then {EXTRACT}"
+                f"data.features: {listing_path(root, schema, number)} names the images of missing parts, and is "
+                f"missing or damaged; choose another data.features, or delete {root}, then {EXTRACT}"
             )
-        places[_indices(before)] = np.arange(first, first + len(inner))
+        places[indices_of(before)] = np.arange(first, first + len(inner))
         first += len(inner)
     return Numbered(source, places)
 
@@ -243,20 +220,23 @@ def _changes(
     root: Path, found: StoreSchema, requested: StoreSchema, number: int, inner: Source, by_content: bool
 ) -> _Changes:
     """What changed in one source since its listing. Raises UserError if only its settings changed."""
-    same, agrees = requested.sources[number] == found.current[number], _agrees(_listing(root, found, number), inner)
+    same, agrees = (
+        requested.sources[number] == found.current[number],
+        is_current(listing_path(root, found, number), inner),
+    )
     if agrees and not same:
         check_same(root, found.requested(), as_read(requested))
-    live = _live(found, number)
+    live = live_indices(found, number)
     if agrees and not by_content and not found.changes:
         return _Changes(live, listed=True)
-    before = _read_listing(root, found, number)
+    before = read_listing(root, found, number)
     if agrees and not by_content and before is not None:
-        return _Changes(_indices(before), listed=True)
+        return _Changes(indices_of(before), listed=True)
     if before is None:
         # Before the first change, files with the same names and sizes are in the same order.
         unlisted = (replace(entry, times="", name=entry.name) for entry in inner.entries())
-        before = list(_with_indices(unlisted, live)) if same and len(live) == len(inner) and not found.changes else []
-        lost = np.setdiff1d(live, _indices(before))
+        before = list(with_indices(unlisted, live)) if same and len(live) == len(inner) and not found.changes else []
+        lost = np.setdiff1d(live, indices_of(before))
         before.append((Entry("an image that is not listed", len(lost), "", "", ""), lost))
     return _compared(root, found, inner, before, by_content)
 
@@ -269,8 +249,8 @@ def _compared(
     for start, end in missing(root, found.ranges()):
         absent[start:end] = True
     changes, paired = _Changes(np.full(len(inner), -1)), dict[int, int]()
-    left, other_counts = dict(_keyed(before)), set()
-    for key, (now, here) in _keyed(_with_indices(inner.entries(), np.arange(len(inner)))):
+    left, other_counts = dict(keyed(before)), set()
+    for key, (now, here) in keyed(with_indices(inner.entries(), np.arange(len(inner)))):
         then, indices = left.get(key, (None, here))
         if then is None:
             continue
@@ -378,7 +358,7 @@ def _items(inner: Source, images: Sequence[int]) -> Iterator[Item]:
 
 def _digest_of_new(inner: Source, changes: _Changes) -> str:
     """A digest of the new images: of their names, their entries, and the content of edited ones."""
-    listed = [(entry, len(indices)) for entry, indices in _with_indices(inner.entries(), np.arange(len(inner)))]
+    listed = [(entry, len(indices)) for entry, indices in with_indices(inner.entries(), np.arange(len(inner)))]
     ends = np.cumsum([count for _, count in listed])
     taken = set(changes.gone.values())
     digest = xxhash.xxh3_128()
@@ -425,159 +405,3 @@ def _first_names(names: Sequence[str], count: int) -> str:
 
 def _name(inner: Source, image: int) -> str:
     return inner.items(image, image + 1)[0].name
-
-
-def _live(schema: StoreSchema, number: int) -> Ints:
-    """The indices of a source's images in the store that are not gone, sorted."""
-    ends, owners = schema.ends(), schema.owners
-    segments = zip([0, *ends], ends, owners, strict=False)
-    live = np.zeros(schema.count, bool)
-    for start, end, owner in segments:
-        live[start:end] = owner == number
-    for start, end, _ in schema.gone():
-        live[start:end] = False
-    return np.flatnonzero(live)
-
-
-Listed = tuple[Entry, Ints]
-"""A file of a source, and the indices of its images in the store."""
-
-
-def _listing(root: Path, schema: StoreSchema, number: int) -> Path:
-    """The listing of a source after the last change."""
-    changes = f".{len(schema.changes)}" if schema.changes else ""
-    return root / INDEX / f"source-{number}{changes}.jsonl.gz"
-
-
-def _with_indices(entries: Iterable[Entry], indices: Ints) -> Iterator[Listed]:
-    at = 0
-    for entry in entries:
-        yield entry, indices[at : at + entry.count]
-        at += entry.count
-
-
-def _keyed(listed: Iterable[Listed]) -> Iterator[tuple[tuple[str, int], Listed]]:
-    """Files with unique keys, since files of several folders may have the same name."""
-    seen: Counter[str] = Counter()
-    for entry, indices in listed:
-        yield (entry.name, seen[entry.name]), (entry, indices)
-        seen[entry.name] += 1
-
-
-def _indices(listed: Iterable[Listed]) -> Ints:
-    return np.concatenate([np.empty(0, np.int64), *(indices for _, indices in listed)])
-
-
-def _agrees(path: Path, inner: Source) -> bool:
-    """Whether a listing has the files of a source, with the same sizes and times."""
-    now = (json.dumps(astuple(entry)).removesuffix("]") for entry in inner.entries())
-    with contextlib.suppress(*_DAMAGED), gzip.open(path, "rt") as file:
-        return all(
-            line.startswith((f"{entry}]", f"{entry}, "))
-            for line, entry in itertools.zip_longest(file, now, fillvalue="\0")
-        )
-    return False
-
-
-def _write_listing(root: Path, schema: StoreSchema, number: int, inner: Source, indices: Ints) -> None:
-    """Write the listing of a source. Once a store has changed, each file has runs [first index, number of indices]."""
-    path = _listing(root, schema, number)
-    with own_folder(root) as own, replacing(path, own) as new, gzip.open(new, "wt", compresslevel=1) as file:
-        for entry, here in _with_indices(inner.entries(), indices):
-            runs = [_indices_in_runs(here)] if schema.changes else []
-            file.write(json.dumps([*astuple(entry), *runs]) + "\n")
-
-
-def _indices_in_runs(indices: Ints) -> list[tuple[int, int]]:
-    """Runs (first index, number of indices)."""
-    if len(indices) == 1:  # most files are one image, and numpy would take seconds for a million
-        return [(int(indices[0]), 1)]
-    runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
-    return [(int(run[0]), len(run)) for run in runs if len(run)]
-
-
-def _read_listing(root: Path, schema: StoreSchema, number: int) -> list[Listed] | None:
-    """The files of a listing; None if it is missing, damaged, or lists other images."""
-    live, listed, runs = _live(schema, number), list[Entry](), list[tuple[int, int]]()
-    with contextlib.suppress(*_DAMAGED), gzip.open(_listing(root, schema, number), "rt") as file:
-        for line in file:
-            fields = _LINE.validate_json(line)
-            listed.append(Entry(*fields[:5]))
-            runs += fields[5] if len(fields) == 6 else []
-        counts = [entry.count for entry in listed]
-        if sum(counts) != len(live) or min(counts) < 0 or any(count < 0 for _, count in runs):
-            return None
-        if not runs:
-            return list(_with_indices(listed, live))
-        if sum(count for _, count in runs) != len(live):
-            return None
-        indices = np.concatenate([np.arange(start, start + count) for start, count in runs])
-        if np.array_equal(np.sort(indices), live):
-            return list(_with_indices(listed, indices))
-    return None
-
-
-def latest_schema(root: Path) -> StoreSchema | None:
-    """The schema that extractions complete: the last growth's, or else the store's. Raises UserError if damaged."""
-    last = _last_growth(root)
-    return read_schema(root, _growth(last)) if last else read_schema(root)
-
-
-def begin_growth(root: Path, found: StoreSchema, grown: StoreSchema) -> None:
-    """Make `grown` the latest schema after `found`, for extractions to complete.
-
-    Raises UserError if another growth began meanwhile, or the schema is too large.
-    """
-    if grown == found:
-        return
-    text, last = schema_text(grown), _last_growth(root)
-    if len(text) > MOST_BYTES:
-        raise UserError(
-            f"data.features: the removed images of {root} are too many for its schema; choose another data.features"
-        )
-    if latest_schema(root) == found:
-        _remove_old_parts(root, found, grown)
-        with own_folder(root) as workspace:
-            create_text(root / _growth(last + 1), text, workspace)
-    if latest_schema(root) != grown:
-        raise UserError(f"data.features: another extraction found other changes for {root} just now; run this again")
-
-
-def commit_growth(root: Path, grown: StoreSchema) -> None:
-    """Make `grown`, the latest schema, the schema of the store. All its parts exist."""
-    if read_schema(root) != grown:
-        with own_folder(root) as workspace:
-            write_text(root / FILE, schema_text(grown), workspace)
-    for number in range(1, _last_growth(root)):
-        (root / _growth(number)).unlink(missing_ok=True)
-
-
-def _growth(number: int) -> str:
-    return f"growth-{number:06d}.json"
-
-
-def _last_growth(root: Path) -> int:
-    """The number of the last growth file; 0 without one."""
-    try:
-        return max((int(found[1]) for name in os.listdir(root) if (found := GROWTH.fullmatch(name))), default=0)
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-
-
-def _remove_old_parts(root: Path, found: StoreSchema, grown: StoreSchema) -> None:
-    """Remove parts after those of `found` that do not belong to `grown`: their growth was deleted by hand."""
-    ranges = set(grown.ranges())
-    for name in os.listdir(root):
-        here = part_range(name)
-        if here is None or here[0] < found.count:
-            continue
-        if here not in ranges or not _belongs_to(grown, root / name, here[0]):
-            (root / name).unlink(missing_ok=True)
-
-
-def _belongs_to(schema: StoreSchema, path: Path, start: int) -> bool:
-    try:
-        check_part(read_header(path), part_identity(schema, start))
-    except UserError:
-        return False
-    return True

@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints stack frames when a process is lost
     from bigdit import libraries, log
     from bigdit.catalog.names import revision
-    from bigdit.config.load import load_stages, set_once, with_ds_config, with_grace
+    from bigdit.config.load import set_once, with_ds_config, with_grace
+    from bigdit.config.stages import load_stages
     from bigdit.dist import world_from_env
     from bigdit.train.prepare import log_lines, prepare_stages
 

@@ -15,9 +15,9 @@ from bigdit.catalog.families import FAMILIES, no_class
 from bigdit.checkpoint import Peers
 from bigdit.config.check import has_store, paths
 from bigdit.config.data import DataConfig
-from bigdit.config.load import of_each
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.run import RunConfig
+from bigdit.config.stages import of_each
 from bigdit.dist import World
 from bigdit.encoders.components import lacking
 from bigdit.encoders.fit import smaller_than_planned, store_misfits

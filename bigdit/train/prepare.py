@@ -12,9 +12,9 @@ from bigdit.catalog.context import context_problems
 from bigdit.catalog.families import block_count, objective_of, training_obstacle
 from bigdit.catalog.resolve import model_spec, unfit_buckets
 from bigdit.config.check import check, check_accelerate, check_store
-from bigdit.config.load import Stage, not_shared, of_each
 from bigdit.config.plan_file import PlanFile, check_plan
 from bigdit.config.run import RunConfig
+from bigdit.config.stages import Stage, not_shared, of_each
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned, partial

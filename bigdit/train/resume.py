@@ -12,9 +12,9 @@ from bigdit.catalog.families import objective_of
 from bigdit.catalog.models import repositories
 from bigdit.checkpoint import Checkpoint
 from bigdit.config.check import has_store, lacks_store, schedule_problems
-from bigdit.config.load import in_order, of_each
 from bigdit.config.plan_file import unplanned
 from bigdit.config.run import RunConfig
+from bigdit.config.stages import in_order, of_each
 from bigdit.errors import UserError
 from bigdit.loader.online import RawStore
 from bigdit.loader.order import Order

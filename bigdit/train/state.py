@@ -15,8 +15,8 @@ from bigdit.catalog import FAMILIES, batch_shape
 from bigdit.catalog.families import objective_of, takes_more_channels
 from bigdit.catalog.resolve import model_of_arguments, read_model_config
 from bigdit.config.check import check
-from bigdit.config.load import of_each
 from bigdit.config.run import CHECKPOINTS, RunConfig
+from bigdit.config.stages import of_each
 from bigdit.dist import World
 from bigdit.engines import Ema, Engine
 from bigdit.errors import UserError

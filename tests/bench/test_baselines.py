@@ -8,7 +8,7 @@ from commands import DIGITS, SINGLE, TINY
 
 from bigdit import engines
 from bigdit.bench.step import bench_step, plain_steps
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest

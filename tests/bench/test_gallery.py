@@ -11,7 +11,7 @@ from PIL import Image, ImageColor
 
 from bigdit import catalog
 from bigdit.bench.memory import Curve
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.memory.process import non_torch_memory
 from bigdit.profile.attempt import AttemptJob
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH

@@ -16,7 +16,7 @@ from bigdit import models
 from bigdit.catalog.resolve import read_model_config
 from bigdit.checkpoint import find_checkpoint, pipeline_of, verify
 from bigdit.checkpoint.folder import LATEST, STATE, check_exported, write_state
-from bigdit.config.load import load_run, load_stages
+from bigdit.config.stages import load_run, load_stages
 from bigdit.errors import UserError
 from bigdit.report.run import read_run
 from bigdit.sampling.sampler import Sampler

@@ -14,7 +14,7 @@ from whole import full_weights
 
 from bigdit import checkpoint
 from bigdit.commands import export as export_command
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.errors import UserError
 from bigdit.train.saves import export_missed
 

@@ -5,7 +5,7 @@ from commands import DIGITS
 
 from bigdit.checkpoint import Checkpoint, changed_since, check_objective
 from bigdit.checkpoint.restore import UNTRAINED
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.documents import at
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec

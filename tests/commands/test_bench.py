@@ -11,7 +11,7 @@ from gpus import TIME_LIMIT_S
 
 from bigdit import catalog
 from bigdit.bench.memory import MemoryBench
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.report.bench import markdown, write_memory

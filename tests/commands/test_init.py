@@ -8,7 +8,7 @@ import pytest
 from commands import BIN, ROOT, environment_with, in_process
 from tiny_sources import save
 
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 
 DIT = ("--model", "dit-s-8", "--gpu", "rtx-3060-12g", "--lora", "0")
 

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from tiny_models import SANA
 
 from bigdit import catalog
-from bigdit.config.load import load_run, load_stages
 from bigdit.config.plan_file import read_plan_file
+from bigdit.config.stages import load_run, load_stages
 from bigdit.search.plan import LIBRARIES_BYTES
 from bigdit.strategy import StepSize
 

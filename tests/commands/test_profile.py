@@ -9,7 +9,7 @@ from commands import in_process
 from torch.cuda import _memory_viz
 
 from bigdit import catalog
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.libraries import TESTED_WITH

@@ -9,7 +9,7 @@ from commands import ROOT, in_process
 from bigdit import catalog
 from bigdit.catalog.families import takes_classes
 from bigdit.catalog.models import gates
-from bigdit.config.load import load_stages
+from bigdit.config.stages import load_stages
 from bigdit.recipes import MEASURED, names, recipe
 from bigdit.train.prepare import prepare_stages
 from bigdit.units import gib

@@ -10,7 +10,8 @@ from plan_files import SINGLE, plan_of, problems, run_yaml, write, zero2
 from training import launched
 
 from bigdit.config.check import check_accelerate
-from bigdit.config.load import load_stages, parse_strategy
+from bigdit.config.stages import load_stages
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.dist import ACCELERATE, asked_of_accelerate
 
 DEEPSPEED = "--use_deepspeed --num_processes 2"

@@ -3,7 +3,7 @@
 import pytest
 from commands import DIGITS, ROOT, SINGLE
 
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.errors import UserError
 from bigdit.train.prepare import prepare
 

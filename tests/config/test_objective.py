@@ -7,7 +7,7 @@ from bigdit.catalog import model, models
 from bigdit.catalog.families import FAMILIES, PUBLISHED, objective_of
 from bigdit.catalog.resolve import model_spec
 from bigdit.config.check import check
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest

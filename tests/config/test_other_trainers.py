@@ -6,7 +6,8 @@ import pytest
 from commands import DIGITS
 
 from bigdit.app import app, run
-from bigdit.config.load import load_run, parse_strategy
+from bigdit.config.stages import load_run
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.config.wrong import _NAMES, KEYS, suggested
 from bigdit.errors import UserError
 

@@ -3,8 +3,9 @@
 import pytest
 from plan_files import SINGLE, STRATEGIES, plan_of, problems, run_yaml, write, zero2
 
-from bigdit.config.load import load_stages, parse_strategy
 from bigdit.config.plan_file import LargestMicroBatch, plan_notices, unplanned
+from bigdit.config.stages import load_stages
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.errors import UserError
 from bigdit.strategy import EmaSpec, Strategy
 from bigdit.train.prepare import prepare_stages

@@ -7,7 +7,7 @@ from commands import DIGITS, ROOT
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.config.check import check
-from bigdit.config.load import load_run, load_stages
+from bigdit.config.stages import load_run, load_stages
 from bigdit.errors import UserError
 
 

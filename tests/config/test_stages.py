@@ -5,7 +5,7 @@ import yaml
 from commands import DIGITS, in_process, with_set
 from plan_files import SINGLE, plan_of, write
 
-from bigdit.config.load import load_run, load_stages
+from bigdit.config.stages import load_run, load_stages
 from bigdit.errors import UserError
 from bigdit.train.prepare import prepare_stages, stage_at
 

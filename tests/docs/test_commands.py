@@ -22,7 +22,7 @@ from reader import (
 )
 from reference import commands
 
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.recipes import names, recipe
 
 PAGES = [FIRST, *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))]
@@ -172,7 +172,7 @@ def asked(command, tmp_path):
     """Parse it, and check its model, GPU, strategy and sizes, as before it runs. Another test has seen the first
     plan's output."""
     from bigdit import catalog
-    from bigdit.config.load import parse_strategy
+    from bigdit.config.strategy_text import parse_strategy
     from bigdit.search.resolve import resolve_request
 
     pipeline_folder(tmp_path / "models/mine", "Efficient-Large-Model/Sana_1600M_1024px_diffusers")

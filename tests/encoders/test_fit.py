@@ -12,8 +12,8 @@ from stores import DIM, TOKENS, make_store
 from transformers import T5Config, T5EncoderModel
 
 from bigdit.catalog import model
-from bigdit.config.load import load_run
 from bigdit.config.plan_file import LargestMicroBatch
+from bigdit.config.stages import load_run
 from bigdit.encoders.fit import plan_misfits, run_misfits, smaller_than_planned, text_misfits
 from bigdit.encoders.folder import weights_sample
 from bigdit.encoders.load import load_image_codec, load_text_encoder

@@ -8,7 +8,7 @@ import yaml
 from commands import BIN, ROOT, run_command
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.train.processes.launch import free_port
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from torch import nn
 
 from bigdit.catalog.context import CONTEXTS, context_misfits, context_problems
 from bigdit.catalog.models import model
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.errors import UserError
 from bigdit.models import context
 

@@ -9,7 +9,7 @@ import torch, torch.distributed as dist
 from tiny_pipelines import SD3
 from whole import full_weights
 from bigdit import engines, models
-from bigdit.config.load import PRESETS
+from bigdit.config.strategy_text import PRESETS
 from bigdit.dist import World, world_from_env
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import FlowMatchingSpec

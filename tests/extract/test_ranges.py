@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bigdit.errors import UserError
 from bigdit.extract.extract import parse_split, split
 from bigdit.store import schema as schema_module
-from bigdit.store.changes import begin_growth, commit_growth, latest_schema
+from bigdit.store.growth import begin_growth, commit_growth, latest_schema
 from bigdit.store.lease import FOLDER, WorkerName, all_leases, all_marks, missing, own_folder, pull, remove_left
 from bigdit.store.part import part_path
 from bigdit.store.schema import StoreSchema, claim, read_schema

@@ -9,7 +9,7 @@ from commands import DIGITS, bigdit, with_set
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.config.data import SourceConfig
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract
 from bigdit.extract.tasks import Ray, Slurm, _Task

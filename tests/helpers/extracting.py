@@ -4,7 +4,7 @@ from commands import DIGITS
 from stores import read_rows
 
 from bigdit.catalog.resolve import model_spec
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.store import FeatureStore
 
 PART_SIZE = 4

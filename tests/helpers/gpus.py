@@ -18,7 +18,7 @@ from commands import BIN, ROOT, bigdit
 
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.emulator import build, emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import Attempt, Profile, StepRequest, request_for

@@ -4,7 +4,7 @@ import datetime
 
 from tiny_models import SANA, SHAPE
 
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.receipt import Receipt
 

@@ -4,8 +4,8 @@ import pytest
 import yaml
 from commands import DIGITS, TINY
 
-from bigdit.config.load import parse_strategy
 from bigdit.config.plan_file import Asked, Expected, Phase, PlanFile, RecordedLedger, write_plan_file
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.errors import UserError, versions
 from bigdit.search.of_run import section
 from bigdit.strategy import BatchShape, ModelSpec, OptimizerSpec, Strategy

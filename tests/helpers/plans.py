@@ -257,7 +257,7 @@ def unfitting_plan() -> Plan:
 
 def sharded_plan(world_size: int = 32) -> Plan:
     """The same plan by ZeRO-2 on four machines, with EMA in CPU memory. The ledger stays that of one GPU."""
-    from bigdit.config.load import parse_strategy
+    from bigdit.config.strategy_text import parse_strategy
 
     plan = made_plan()
     asked = [f"zero2,world_size={world_size},micro_batch_size=8,checkpointed_blocks=12"]

@@ -8,7 +8,7 @@ from commands import DIGITS, SINGLE, TINY, in_process, reading, with_set
 from safetensors.torch import load_file
 
 from bigdit import checkpoint
-from bigdit.config.load import load_stages
+from bigdit.config.stages import load_stages
 from bigdit.dist import World
 from bigdit.errors import guard
 from bigdit.train.__main__ import main

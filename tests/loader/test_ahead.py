@@ -10,7 +10,7 @@ from commands import DIGITS, SINGLE
 from tiny_models import SANA
 
 from bigdit.config.check import check
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.loader.batch import read_ahead
 
 

@@ -35,7 +35,7 @@ from tiny_pipelines import (
 from bigdit import checkpoint
 from bigdit.catalog.resolve import model_spec
 from bigdit.config.data import DataConfig
-from bigdit.config.load import load_run, load_stages
+from bigdit.config.stages import load_run, load_stages
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract

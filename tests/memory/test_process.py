@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit.catalog.gpus import gpu, gpus
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.errors import UserError
 from bigdit.memory.process import ByteRange, cuda_context, nccl_buffers, non_torch_memory, non_torch_memory_of
 

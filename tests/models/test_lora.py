@@ -16,7 +16,7 @@ from two_processes import answer_of_two
 from whole import full_weights
 
 from bigdit import engines, models
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.models.lora import dequantised, quantised

@@ -20,7 +20,7 @@ from whole import full_weights
 
 from bigdit import engines, models
 from bigdit.catalog.resolve import model_spec
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch

@@ -10,7 +10,7 @@ from commands import DIGITS, SINGLE, TINY
 from training import exported, run_to
 
 from bigdit import models
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.strategy import ModelSpec
 from bigdit.train.record import read_metrics
 

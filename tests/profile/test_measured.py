@@ -9,7 +9,7 @@ import pytest
 from gpus import A40
 from tiny_models import SHAPE, THREE_BLOCKS, WAN, WAN_SHAPE
 
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import StepRequest

@@ -10,8 +10,8 @@ from pipeline_folders import changed, pipeline_folder
 
 from bigdit.catalog import batch_shape, model, user_model
 from bigdit.catalog.families import objective_of
-from bigdit.config.load import load_run, load_stages
 from bigdit.config.plan_file import read_plan_file
+from bigdit.config.stages import load_run, load_stages
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned
 from bigdit.recipes import MEASURED, names, recipe

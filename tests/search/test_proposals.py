@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.memory.process import ByteRange
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus
 from bigdit.search.calibration import UNPROVED, Calibration

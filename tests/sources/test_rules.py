@@ -9,7 +9,7 @@ from commands import DIGITS, in_process, with_set
 from PIL import Image
 from tiny_sources import gradient, opened, save, snapshot, texts, write_tar
 
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.encoders.latents import bucket_pixels
 from bigdit.errors import UserError
 

@@ -16,7 +16,7 @@ from tiny_sources import gradient, opened, pixels, save, write_tar
 from tiny_videos import video
 
 from bigdit.config.data import DataConfig
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.errors import UserError
 from bigdit.sources.open import check_sources, open_source
 from bigdit.sources.protocol import Unusable

@@ -4,7 +4,7 @@ import pytest
 from tiny_models import SANA, SHAPE
 
 from bigdit import catalog
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.memory import Timeline
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus

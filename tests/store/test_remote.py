@@ -13,7 +13,7 @@ from stores import make_store, read_all, read_rows, stream_of
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.config.data import DataConfig
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract
 from bigdit.store import FeatureStore, files

@@ -9,7 +9,7 @@ import yaml
 from commands import DIGITS, SINGLE, TINY, bigdit, in_process, with_set
 from safetensors.torch import load_file
 
-from bigdit.config.load import load_stages
+from bigdit.config.stages import load_stages
 from bigdit.errors import UserError
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.prepare import prepare_stages

@@ -15,7 +15,7 @@ from commands import DIGITS, SINGLE, TINY, with_set
 from bigdit import models
 from bigdit.catalog.resolve import model_spec
 from bigdit.cli import main
-from bigdit.config.load import load_run, load_stages
+from bigdit.config.stages import load_run, load_stages
 from bigdit.errors import UserError
 from bigdit.recipes import recipe
 from bigdit.train.state import shape_errors

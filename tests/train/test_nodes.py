@@ -21,7 +21,7 @@ from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 from running import until
 from training import launched
 
-from bigdit.config.load import parse_strategy
+from bigdit.config.strategy_text import parse_strategy
 from bigdit.report.how_to_run import PORT, Command, commands
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import Strategy

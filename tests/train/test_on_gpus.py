@@ -19,7 +19,7 @@ from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 from bigdit import catalog
 from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec
 from bigdit.catalog.resolve import model_spec
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import StepRequest

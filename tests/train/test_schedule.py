@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.train.loop import learning_rate
 
 DIGITS_RUN = load_run(DIGITS)

@@ -15,7 +15,7 @@ from slurm import GPUS, NODES, Job, cluster, unpack
 
 from bigdit import catalog
 from bigdit.catalog.resolve import model_spec
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.extract.extract import extract

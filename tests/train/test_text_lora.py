@@ -21,7 +21,7 @@ from bigdit import checkpoint, engines, models, objectives
 from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec
 from bigdit.catalog.families import objective_of
 from bigdit.catalog.resolve import model_spec
-from bigdit.config.load import load_run
+from bigdit.config.stages import load_run
 from bigdit.dist import World
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python

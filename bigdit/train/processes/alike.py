@@ -19,7 +19,7 @@ import xxhash
 
 from bigdit import log
 from bigdit.checkpoint import Peers
-from bigdit.config.load import Stage
+from bigdit.config.stages import Stage
 from bigdit.config.wrong import shown
 from bigdit.dist import World
 from bigdit.documents import differences

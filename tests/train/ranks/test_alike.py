@@ -15,7 +15,7 @@ from bigdit.units import GIB
 _STARTS = """
 import sys
 from pathlib import Path
-from bigdit.config.load import load_stages
+from bigdit.config.stages import load_stages
 from bigdit.dist import world_from_env
 from bigdit.errors import guard
 from bigdit.train.processes.alike import check_alike
