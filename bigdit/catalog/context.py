@@ -48,7 +48,7 @@ CONTEXTS: dict[str, Context] = {
         splits={
             "pos_embed": {0: 0, 1: 0},
             "transformer_blocks.0": {"hidden_states": 1, "encoder_hidden_states": 1},
-            "transformer_blocks.*": {"encoder_hidden_states_mask": 1},
+            "transformer_blocks.*": {"encoder_hidden_states_mask": 1, "modulate_index": 1},
         }
     ),
     "WanTransformer3DModel": Context(splits={"rope": {0: 1, 1: 1}, "blocks.0": {"hidden_states": 1}}),

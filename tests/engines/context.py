@@ -39,6 +39,7 @@ UNEVEN = 7
 """Tokens of a text that is not split: no degree divides them. Texts and images beside it have as many."""
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 12}
 PACKED = HEADS | {"in_channels": 16, "num_layers": 2, "joint_attention_dim": 8}
+QWEN = PACKED | {"out_channels": 4, "axes_dims_rope": [4, 4, 4]}
 WAN = HEADS | {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
 LTX = HEADS | {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 48, "num_layers": 2, "caption_channels": 8}
 HUNYUAN = (
@@ -59,7 +60,8 @@ TINY = {
         PACKED | {"num_single_layers": 1, "timestep_guidance_channels": 16, "axes_dims_rope": [2, 2, 4, 4]},
         IMAGE,
     ),
-    "qwen-image": ("QwenImageTransformer2DModel", PACKED | {"out_channels": 4, "axes_dims_rope": [4, 4, 4]}, IMAGE),
+    "qwen-image": ("QwenImageTransformer2DModel", QWEN, IMAGE),
+    "qwen-image-edit": ("QwenImageTransformer2DModel", QWEN | {"zero_cond_t": True}, IMAGE),
     "wan": ("WanTransformer3DModel", WAN, VIDEO),
     "wan-i2v": ("WanTransformer3DModel", WAN | {"in_channels": 12, "image_dim": 8, "added_kv_proj_dim": 48}, VIDEO),
     "wan-begins": ("WanTransformer3DModel", WAN, VIDEO),
@@ -153,6 +155,7 @@ def batches(name: str, step: int, chosen: Strategy, world: World, extras: dict[s
         else:
             more[key] = draw(SAMPLES, *((min(shape[0], UNEVEN), shape[1]) if len(shape) == 2 else shape))
     more |= {"class_label": torch.arange(SAMPLES)} if name == "dit" else {}
+    more |= {"reference": draw(SAMPLES, 1, *TINY[name][2])} if name.endswith("edit") else {}
     world = world.of_samples(chosen.cp)
     size, found = chosen.micro_batch_size, []
     for i in range(chosen.grad_accum_steps):

@@ -17,7 +17,8 @@ MOST = {"loss": 1e-6, "gradients": 1e-5, "curve": 1e-6, "weights": 1e-5}
 # As far as one process with FP8 is from another engine. Each process has its own scales.
 MOST_OF_FP8 = {"loss": 0.0, "gradients": 0.0, "curve": 1e-2, "weights": 5e-3}
 PER_FAMILY = (
-    *("flux", "flux2", "qwen-image", "wan", "wan-i2v", "ltx", "pixart", "dit", "hunyuan-1.5", "sana"),
+    *("flux", "flux2", "qwen-image", "qwen-image-edit", "wan", "wan-i2v", "ltx", "pixart", "dit"),
+    *("hunyuan-1.5", "sana"),
     *("wan-begins", "ltx-begins", "hunyuan-1.5-begins"),
 )
 """SD3 and CogVideoX, whose text is like HunyuanVideo 1.5's, are in benchmarks/context.py alone."""

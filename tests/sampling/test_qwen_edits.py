@@ -80,10 +80,12 @@ def edit(pipeline, transformer, folder, number, caption, adapters=None, steps=1,
     return made, calls[0]
 
 
-def test_a_batch_is_what_the_pipeline_feeds_its_transformer(encoded):
+@pytest.mark.parametrize("references_at_0", [False, True])  # as in 2511
+def test_a_batch_is_what_the_pipeline_feeds_its_transformer(encoded, references_at_0):
     folder, pipeline = encoded
     store = FeatureStore.open(folder / "features")
-    transformer = diffusers.QwenImageTransformer2DModel(**tiny_pipelines.QWEN_IMAGE).eval()
+    kwargs = tiny_pipelines.QWEN_IMAGE | {"zero_cond_t": references_at_0}
+    transformer = diffusers.QwenImageTransformer2DModel(**kwargs).eval()
     rows = torch.tensor([[0, 0], [1, 0]]).numpy()
     read, dropped = (BatchReader(store, 2, share, pinned=False).read(SHAPE, *rows, [1, 2]) for share in (0.0, 1.0))
     for place, number, batch, caption in ((1, 0, read, CAPTIONS[0]), (0, 1, dropped, "")):
