@@ -78,7 +78,9 @@ def _rows(
     yield "Data", ", ".join(Path(source["path"]).name for source in sources) or "not known"
     yield "Steps", f"{step:,} of {batch:,} samples: {step * batch:,} samples, counted with repeats"
     lora, controlnet = strategy.lora, strategy.controlnet
-    trained = "all weights" if controlnet is None else f"a ControlNet of {how_many(controlnet.blocks, 'block')}"
+    trained = (
+        "the whole transformer" if controlnet is None else f"a ControlNet of {how_many(controlnet.blocks, 'block')}"
+    )
     if lora is not None:
         trained = f"{lora.title}, rank {lora.rank}, alpha {lora.alpha:g}, base {lora.base}"
     yield "Trained", trained

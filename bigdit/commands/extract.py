@@ -157,7 +157,7 @@ def _print(report: ExtractReport, samples: str) -> None:
     print_captions(report.store)
     print_skipped(report.store.skipped)
     if report.store.skipped and not report.parts:
-        log.say("files that you mended, and that a table names, are found by `bigdit extract --by-content`")
+        log.say("after mending files that a table names, run `bigdit extract --by-content`")
 
 
 def encoded(store: StoreReport) -> str:

@@ -35,7 +35,7 @@ class CodeLine(Strict):
     own: bool
 
 
-class Live(Strict):
+class TensorGroup(Strict):
     """Allocated tensors that the same lines made in the same phase: their number and their blocks' bytes.
 
     `script`: the script's innermost line; `library`: a library's innermost line within it. The last group of a list may
@@ -82,7 +82,7 @@ class GpuAccount(Strict):
     spans: Annotated[tuple[PhaseSpan, ...], Field(max_length=4000)]
     events: NonNegativeInt
     curve: Annotated[tuple[tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt], ...], Field(max_length=2000)]
-    live: Annotated[tuple[Live, ...], Field(max_length=64)]
+    tensors: Annotated[tuple[TensorGroup, ...], Field(max_length=64)]
 
 
 class EmulatedOom(Strict):
@@ -96,7 +96,7 @@ class EmulatedOom(Strict):
     phase: PhaseName
     steps: NonNegativeInt
     frames: Annotated[tuple[CodeLine, ...], Field(max_length=64)]
-    live: Annotated[tuple[Live, ...], Field(max_length=64)]
+    tensors: Annotated[tuple[TensorGroup, ...], Field(max_length=64)]
 
 
 class Uncaught(Strict):

@@ -200,7 +200,7 @@ class TextEncoder(Protocol):
         ...
 
     def encode(self, captions: Sequence[str], kept: Keep = as_it_is, images: Images = ()) -> list[Text]:
-        """The texts of captions, each after `kept`, which may move it off the encoder's device. Encoders that read
+        """The texts of captions. `kept` is called on each, and may move it off the encoder's device. Encoders that read
         `images` need them."""
         ...
 

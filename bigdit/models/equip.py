@@ -133,7 +133,7 @@ def compile_blocks(
 
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # 8 are enough for four buckets
     *_, last = blocks = family.blocks(model)
-    unread = 0 if hasattr(model, CONTROLNET) else family.unread  # the last block is its own, whose text goes nowhere
+    unread = 0 if hasattr(model, CONTROLNET) else family.unread  # a ControlNet has its own last block
     options = _INDUCTOR if backend == "inductor" else None
     compiled = functools.cache(
         functools.partial(torch.compile, backend=backend, dynamic=False, options=options, fullgraph=whole)

@@ -79,7 +79,7 @@ def mend_traces() -> None:
 @contextmanager
 def kept_traces(strategy: Strategy, others: str) -> Iterator[None]:
     """Within it, Dynamo takes the traces that earlier steps left beside Inductor's code, of the same blocks and sizes.
-    What it traces anew is kept at the end. `others`: model and sizes, which traces depend on too.
+    New traces are cached at its end. `others`: model and sizes, which traces depend on too.
 
     Tracing takes two thirds of an attempt whose code is kept. This process compiles nothing else afterwards.
     """

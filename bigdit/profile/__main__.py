@@ -46,7 +46,7 @@ def _alike(line: str) -> str:
     strategy = request.strategy
     encoders, added = request.encoders, strategy.lora or strategy.controlnet
     dtype = strategy.precision.removesuffix("_sr")  # stochastic rounding has the same dtype
-    compiled = "compiled" if strategy.compile_blocks else ""  # a branch imports nothing later, such as the compiler
+    compiled = "compiled" if strategy.compile_blocks else ""  # the compiler is imported before a branch
     return f"{request.model!r} {encoders!r} {added!r} {dtype} {compiled}"
 
 
@@ -124,7 +124,7 @@ def _import_for(line: str) -> None:
 
         getattr(diffusers, request.model.class_name, None)
         strategy = request.strategy
-        # An optimizer of one number: this imports its library.
+        # To build an optimizer imports its library.
         optim.build(strategy.optimizer, [torch.zeros(1)], stochastic_rounding=strategy.precision == "bf16_sr")
         importlib.import_module(f"bigdit.engines.{strategy.engine}")
         if strategy.controlnet is not None:

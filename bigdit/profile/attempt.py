@@ -124,7 +124,7 @@ class Profile(Strict):
 
 
 class TookTooLong(UserError):
-    """An answer did not come in time. It may on a machine that is faster or less busy."""
+    """An attempt ran out of time. It is not cached, since a faster or less busy machine may finish it."""
 
 
 class Launched(Strict):

@@ -171,7 +171,7 @@ class EmulatedGpus:
         return [found[key].result() for key in keys]
 
     def apart(self, run: Callable[..., T], *items: Sequence[Any]) -> list[T]:
-        """The results of calls in threads of their own, none of which waits for another. Ctrl-C ends all jobs."""
+        """The results of calls that run at once, each in a thread of its own. Ctrl-C ends all jobs."""
         with ThreadPoolExecutor(max(len(items[0]), 1)) as threads:
             try:
                 return [*threads.map(run, *items)]
@@ -229,12 +229,12 @@ class EmulatedGpus:
         if not self._reads.get(kind):
             # Compiled kernels compute no values anyway, and offloaded activations are copied, not read.
             copied = strategy.compile_blocks or (strategy.offload_activations and kind in self._reads)
-            with suppress(UserError, WorkerError):  # else it read values
+            with suppress(UserError, WorkerError):  # of a step that read a value
                 without = self._run(job, slot, values=False)
                 if copied or not without.reads:
                     return without
             self._reads[kind] = True
-        return self._run(job, slot, values=True).model_copy(update={"reads": 1})  # its values were on the host
+        return self._run(job, slot, values=True).model_copy(update={"reads": 1})  # it read values of tensors on the CPU
 
     def _run(self, job: AttemptJob, slot: int, *, values: bool) -> Attempt:
         return Attempt.model_validate_json(self._ask(job.model_copy(update={"values": values}), slot))

@@ -364,7 +364,7 @@ def _branch_for(job: str, branches: dict[str, _Branch], service: Service, slots:
 
 
 def _serve_branch(server: _End, service: Service, slots: Sequence[_ServedSlot]) -> None:
-    forks: dict[int, tuple[int, int]] = {}  # process and slot, by what can be read when it has ended
+    forks: dict[int, tuple[int, int]] = {}  # process and slot, by the pidfd of the process
     while True:
         ready = select.select([server.fileno(), *forks], [], [])[0]
         for life in [life for life in forks if life in ready]:

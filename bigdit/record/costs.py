@@ -47,7 +47,7 @@ WRITING = {
 
 @contextmanager
 def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Within it, `owner` has the function that `by` makes of its own."""
+    """Replace `owner.name` by `by(owner.name)` within the context."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(by(original)))
     try:
@@ -79,7 +79,7 @@ def watching_linear() -> Iterator[None]:
 
 
 class InPlace:
-    """Recognises such sums. Create it before a mode is entered."""
+    """Recognises sums that torch without a mode would compute in place. Create it before a mode is entered."""
 
     def __init__(self) -> None:
         self._uses_of_the_only_holder = _uses_of_the_only_holder()

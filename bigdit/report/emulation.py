@@ -14,7 +14,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from bigdit import log
-from bigdit.emulator.emulation import Account, CodeLine, EmulatedOom, EmulatedRun, Emulation, GpuAccount, Live, times
+from bigdit.emulator.emulation import (
+    Account,
+    CodeLine,
+    EmulatedOom,
+    EmulatedRun,
+    Emulation,
+    GpuAccount,
+    TensorGroup,
+    times,
+)
 from bigdit.files import check_writable, write_json, write_text
 from bigdit.memory.process import ByteRange
 from bigdit.report.figures import BEHIND, COLOURS, canvas, draw_usable
@@ -176,7 +185,7 @@ def _show_run(run: EmulatedRun, emulation: Emulation) -> None:
     _say(f"of {account.title}; start: all before the first forward pass of training; forward: the rest of a step")
     if run.holds(account):
         log.out.print()
-        log.out.print(live(gpu.live, f"largest tensors at the peak, in {gpu.peak_phase}"))
+        log.out.print(tensors_of(gpu.tensors, f"largest tensors at the peak, in {gpu.peak_phase}"))
     if any(work(account).values()):
         log.out.print()
         log.out.print(work_table(account))
@@ -222,7 +231,7 @@ def work_table(account: Account) -> Table:
     return rows
 
 
-def live(groups: tuple[Live, ...], heading: str, most: int = LINES) -> Table:
+def tensors_of(groups: tuple[TensorGroup, ...], heading: str, most: int = LINES) -> Table:
     """Tensors by the lines that made them."""
     rows = table(heading, ["bytes", "count", "made in", "by"], ["bytes", "count"])
     for group in groups[:most]:
@@ -233,7 +242,7 @@ def live(groups: tuple[Live, ...], heading: str, most: int = LINES) -> Table:
     return rows
 
 
-def made_by(group: Live) -> Iterator[str]:
+def made_by(group: TensorGroup) -> Iterator[str]:
     """The script's line and its code, then the library's."""
     if group.phase is None:
         yield "all others"
@@ -253,7 +262,7 @@ def _show_oom(account: Account, oom: EmulatedOom) -> None:
     for line in own_lines(oom):
         _say(escape(f"  {place(line)} in {line.name}: {line.code}"))
     log.out.print()
-    log.out.print(live(oom.live, "allocated when memory ran out"))
+    log.out.print(tensors_of(oom.tensors, "allocated when memory ran out"))
 
 
 def own_lines(oom: EmulatedOom) -> list[CodeLine]:

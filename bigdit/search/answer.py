@@ -42,13 +42,13 @@ def make_plan(request: ResolvedRequest, *, progress: Callable[[str], None] = lam
     plan = PLANS.find(key)
     if plan is None:
         with EmulatedGpus(request.gpu) as gpus:  # its process imports libraries while this one imports the search
-            plan, lasts = made(request, own, gpus, progress)
+            plan, lasts = compute_plan(request, own, gpus, progress)
         if lasts:
             PLANS.keep(key, plan)
     return plan.noted(notices)  # not cached: they are about files that do not decide the plan
 
 
-def made(
+def compute_plan(
     request: ResolvedRequest, own: Sequence[Receipt], gpus: EmulatedGpus, say: Callable[[str], None]
 ) -> tuple[Plan, bool]:
     """The plan for `request` from emulated GPUs and `own`, the GPU's receipts; and whether it may be cached.
@@ -60,8 +60,8 @@ def made(
 
     began = time.perf_counter()
     asked = hashlib.sha256(f"{request.model_dump_json()} {gpus.build}".encode()).hexdigest()[:32]
-    kept = Path(compile_caches()["TORCHINDUCTOR_CACHE_DIR"], f"plan-{asked}")  # it is deleted with the compiled code
-    gpus.knows_code = kept.exists()
+    compiled_before = Path(compile_caches()["TORCHINDUCTOR_CACHE_DIR"], f"plan-{asked}")  # goes with the code
+    gpus.knows_code = compiled_before.exists()
     compiled = f", its blocks compiled at each size{'' if gpus.knows_code else ': minutes the first time'}"
     progress = Progress(f"planning the training of {request.model.name}{compiled * request.constraints.compile}", say)
     gpus.done = progress.count
@@ -71,7 +71,7 @@ def made(
     plan = _plan(Planner(request, gpus, calibration, progress))
     if request.constraints.compile:
         with suppress(OSError):  # without it, the next plan announces minutes again
-            kept.touch()
+            compiled_before.touch()
     unanswered = [f"not run on an emulated GPU: {why}" for why in gpus.unanswered]
     seconds = round(time.perf_counter() - began, 3)
     return plan.model_copy(update={"seconds": seconds}).noted([*more, *unanswered]), not unanswered

@@ -170,7 +170,7 @@ class Calibration:
         """The source of the seconds, in a sentence."""
         if found := self.ratio(strategy):
             return found.source
-        return "a roofline with published efficiencies, not calibrated by a receipt of this GPU"
+        return "published rates of GPUs; no measured run of this GPU corrects them"
 
     def learnt(self, gpu: Gpu) -> Learnt:
         """All that these receipts say about `gpu`, by kind of strategy."""

@@ -16,7 +16,7 @@ from bigdit.profile.pool import WorkerError
 from bigdit.search.dataset import encoding_requests
 from bigdit.search.explore import explore_group, hopeful
 from bigdit.search.plan import Constraints, Estimate, ResolvedRequest, WaterfallStep
-from bigdit.search.planner import Planner, stepped
+from bigdit.search.planner import Planner, speed_fields
 from bigdit.search.space import proposals
 from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy
 from bigdit.units import gib
@@ -35,7 +35,7 @@ def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[WaterfallStep, 
     for change, attempt in zip(ways, planner.unlimited([each.strategy for each in ways]), strict=True):
         if not isinstance(attempt, Attempt) or not attempt.ran:
             problem = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
-            notices.append(f"not shown on the way to the recommended one: {change.title}: {problem}".splitlines()[0])
+            notices.append(f"left out of --explain: {change.title}: {problem}".splitlines()[0])
             continue
         bar = attempt.peaks, attempt.peak_reserved_bytes
         taken = planner.reserving(attempt.peak_reserved_bytes, planner.non_torch(change.strategy))
@@ -150,7 +150,7 @@ def _updates(target: Strategy) -> list[tuple[str, str, dict[str, Any]]]:
         ),
         (dtype, "weights, gradients and activations of 2 B instead of 4, plus masters of 4 B", {"precision": masters}),
         (f"{offloaded} in CPU memory", "the GPU keeps what it computes with", own("cpu_offload", "ds_config")),
-        ("fused optimizer", "no temporary of the size of what is stepped", {"optimizer": OptimizerSpec()}),
+        ("fused optimizer", "no temporary of the size of what is speed_fields", {"optimizer": OptimizerSpec()}),
         (ema, "its fp32 copy of the weights leaves the GPU", own("ema")),
         (lossy, "less state for each weight", own("optimizer", "precision")),
         ("optimizer in the backward pass", "each gradient is freed once it is used", own("optimizer_in_backward")),
@@ -296,5 +296,5 @@ def _larger_gpu(planner: Planner, nearest: Estimate, why: str) -> list[Estimate]
             "headroom_bytes": gpu.usable_bytes - needed,
             "reason": why,
         }
-        return [nearest.model_copy(update=update | stepped(strategy, planner.recorded_step(nearest, gpu)))]
+        return [nearest.model_copy(update=update | speed_fields(strategy, planner.recorded_step(nearest, gpu)))]
     return []

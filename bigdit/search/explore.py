@@ -89,7 +89,7 @@ def _first_strategies(planner: Planner, option: Option) -> list[Strategy]:
 
 
 def _alone(planner: Planner, option: Option) -> Option | None:
-    """What a base with context parallelism is without it, if that was explored."""
+    """The explored option that differs from a base only in cp, which is 1; None if there is none."""
     strategy, shared = option.strategy.model_copy(update={"cp": 1}), option.base is None and option.strategy.cp > 1
     return next((each for each in planner.options.values() if shared and each.strategy == strategy), None)
 
@@ -99,15 +99,18 @@ def _plain(strategy: Strategy) -> Strategy:
 
 
 def _first_attempt(planner: Planner, option: Option) -> Attempt | Failure:
-    """The attempt that an option's state is read from. What CPU memory may not hold is not compiled for it."""
+    """The attempt that an option's state is read from. With an optimizer in CPU memory it is not
+    compiled, since CPU memory may be too small for it."""
     strategy, *_ = _first_strategies(planner, option)
     strategy = _plain(strategy) if option.strategy.optimizer_in_cpu_memory else strategy
     return probe(planner, [strategy], variant=option.base is not None)[0]
 
 
 def _attempts_of(planner: Planner, option: Option) -> tuple[list[Strategy], list[Attempt | Failure]]:
-    """The first attempts of an option. For a base also second ones, at about the largest micro-batch that fits, since
-    predictions are needed there; unless it is known what samples take without context parallelism."""
+    """The first attempts of an option, and second ones of a base, at about the largest micro-batch that fits.
+
+    A base with context parallelism needs no second ones if it was explored without.
+    """
     firsts, seconds = _first_strategies(planner, option), list[Strategy]()
     found = probe(planner, firsts, variant=option.base is not None)
     ran = [each for each in found if isinstance(each, Attempt)]
@@ -141,7 +144,7 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
             holds, host = _state(planner, each)
             if holds and host <= request.host_memory_bytes:
                 engines.append(base)
-                for title, taken in on_host.items():  # optimizers before this one, AdamW first, need too much
+                for title, taken in on_host.items():  # larger optimizers, which were tried before
                     _reject(planner, title, [taken])
                 break
             on_host |= {each.title: host} if holds else {}
@@ -152,7 +155,7 @@ def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] =
 
 
 def _begin(planner: Planner, option: Option) -> None:
-    """Run the first attempts of an option, and for a base that holds, all that `explore` asks of it."""
+    """Run the first attempts of an option. If it is a base whose state fits, also run the second ones."""
     if not option.strategy.optimizer_in_cpu_memory:
         probe(planner, _first_strategies(planner, option), variant=option.base is not None)
     ran = isinstance(_first_attempt(planner, option), Attempt)

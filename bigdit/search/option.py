@@ -33,7 +33,7 @@ OF_STATE = ("ema", "step")
 
 
 class Growth(NamedTuple):
-    """A number that grows by `slope` with each sample of the micro-batch; `start` is at FIRST."""
+    """A number that grows by `slope` with each sample. It is `start` at the micro-batch size FIRST."""
 
     start: float
     slope: float
@@ -97,8 +97,11 @@ class Policy:
         )
 
     def with_samples_of(self, strategy: Strategy, ran: Attempt, share: float = 1.0) -> Policy:
-        """The policy of `strategy`, from an attempt at FIRST whose work was counted: without samples it takes what this
-        one does. `share`: at most so much of this one's temporaries of a sample."""
+        """The policy of `strategy`, from one attempt at FIRST whose work was counted.
+
+        Its bytes without samples are this policy's, and the attempt gives what a sample adds. `share`: the most of this
+        policy's temporaries of a sample.
+        """
 
         def line(other: Growth, found: float) -> Growth:
             return Growth(found, (found - other.at(0)) / FIRST)

@@ -443,8 +443,7 @@ def uncounted(samples: HostWeights | None) -> tuple[str, ...]:
 
 
 def record(plan: Plan, run: str | None = None) -> PlanFile:
-    """The plan as training reads it: its strategy, and what its receipt is compared with. `run` is the text of the
-    run.yaml in its folder."""
+    """The contents of plan.yaml, which training reads. `run`: the text of the run.yaml in its folder."""
     request, chosen = plan.request, plan.chosen
     rate = chosen.samples_per_second_per_gpu
     return PlanFile(

@@ -101,7 +101,7 @@ class Planner:
 
     def step_request(self, strategy: Strategy, resolution: tuple[int, int] | None = None) -> StepRequest:
         """Steps of `strategy`, with only as many micro-batches as memory depends on."""
-        if strategy.checkpointed_blocks == 0:  # without recomputation its kind does not matter: one key in the cache
+        if strategy.checkpointed_blocks == 0:  # nothing is recomputed, so its kind makes no other cache entry
             strategy = strategy.model_copy(update={"checkpointing": "full", "checkpointed_segments": None})
         fewer = min(strategy.grad_accum_steps, RECORDED_ACCUMULATION)
         strategy = strategy.model_copy(update={"grad_accum_steps": fewer})
@@ -181,7 +181,7 @@ class Planner:
             host_bytes=self.host_bytes(option, micro_batch_size, blocks),
             lossless=option.lossless,
             **self.reserving(reserved_bytes, non_torch),
-            **stepped(strategy, self.step(strategy, option.work(micro_batch_size, blocks))),
+            **speed_fields(strategy, self.step(strategy, option.work(micro_batch_size, blocks))),
         )
 
     def reserving(self, reserved_bytes: int, non_torch: ByteRange) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Planner:
             "phases": attempt.peaks,
             "peak_allocated_bytes": max(attempt.peaks.values()),
             **self.reserving(attempt.peak_reserved_bytes, each.non_torch),
-            **stepped(each.strategy, self.step(each.strategy, work, launches=launches)),
+            **speed_fields(each.strategy, self.step(each.strategy, work, launches=launches)),
         }
         return each.model_copy(update=found)
 
@@ -238,7 +238,7 @@ class Planner:
         nbytes = self.host(profile).node_bytes
         verdict = "DOES NOT FIT" if self.request.short_of_host(nbytes) else ran.verdict
         found = {"source": "recorded", "host_bytes": nbytes, "verdict": verdict}
-        return ran.model_copy(update=found | stepped(ran.strategy, self.recorded_step(ran)))
+        return ran.model_copy(update=found | speed_fields(ran.strategy, self.recorded_step(ran)))
 
     def step(
         self, strategy: Strategy, work: Work, gpu: Gpu | None = None, launches: Launches | None = None
@@ -301,14 +301,14 @@ class Planner:
             (second if each.option in best else best).setdefault(each.option, each)
         return [*best.values(), *second.values()]
 
-    def find_limits(self, chosen: Estimate, beside: Callable[[], Iterable[Callable[[], object]]] = tuple) -> None:
+    def find_limits(self, chosen: Estimate, parallel: Callable[[], Iterable[Callable[[], object]]] = tuple) -> None:
         """Add the largest micro-batches of each size to `limits`, without sizes where an attempt failed. The planned
-        size comes first, and the others start from its result. `beside` then returns what runs beside them."""
+        size comes first, and the others start from its result. `parallel` returns further calls to make with them."""
         columns = {"none": 0, "recommended": chosen.blocks, "full": self.options[chosen.option].count}
         ran: dict[int, dict[tuple[int, int], int | None]] = {blocks: {} for blocks in columns.values()}
         searches = [self._search(chosen, blocks, found) for blocks, found in ran.items()]
         sizes = (self.request.resolution, *self.request.buckets)
-        for more in (tuple, beside):
+        for more in (tuple, parallel):
             self.gpus.apart(lambda run: run(), [*(partial(next, each, None) for each in searches), *more()])
             found = {size: {column: ran[blocks].get(size) for column, blocks in columns.items()} for size in sizes}
             self.limits[chosen.title] = {
@@ -361,7 +361,7 @@ class Planner:
         limits |= {size: limits[first] for size, first in turned.items() if first in limits}
 
 
-def stepped(strategy: Strategy, step: StepTime) -> dict[str, Any]:
+def speed_fields(strategy: Strategy, step: StepTime) -> dict[str, Any]:
     """The fields of an estimate that depend on the time of a step."""
     samples = step.seconds.per(strategy.global_batch_size / strategy.world_size)
     return {"step": step, "samples_per_second_per_gpu": samples}

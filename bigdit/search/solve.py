@@ -50,7 +50,7 @@ def search(planner: Planner) -> Estimate:
             planner.rejected += _lora_rejected(planner) if resort else []
             return best
     explore(planner, short_of_host)  # a machine with more memory may be the answer
-    if not planner.options:  # state alone is too large everywhere: the plan says by how much
+    if not planner.options:  # no state fits: one runs, to say what is missing
         failed = explore(planner, [each for each in proposed if each.base is None][-1:])
         if not planner.options:
             raise UserError(*(f"{title}: {_reason(error)}" for title, error in failed.items()))

@@ -261,7 +261,7 @@ def _compared(
         if then == now and not by_content:
             changes.places[here] = indices
             continue
-        kept = absent[indices]  # what is not encoded yet is encoded as it is now
+        kept = absent[indices]  # these are not encoded yet, so their index stays
         changes.places[here[kept]] = indices[kept]
         paired |= zip(here[~kept].tolist(), indices[~kept].tolist(), strict=True)
         changes.names |= dict.fromkeys(indices[~kept].tolist(), now.name)

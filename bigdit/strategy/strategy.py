@@ -396,7 +396,7 @@ def _optimizer_problems(strategy: Strategy) -> Iterator[str]:
         )
     if engine == "deepspeed" and name in PACKAGES:
         yield (
-            f"optimizer.name {name} keeps numbers of all weights together, and DeepSpeed steps groups of them by "
+            f"optimizer.name {name} keeps state that all weights share, and DeepSpeed steps groups of them by "
             "turns; use engine fsdp2 or single"
         )
     if engine == "deepspeed" and name == "muon":

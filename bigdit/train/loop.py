@@ -36,7 +36,7 @@ from bigdit.train.saves import Saves, export_due, export_missed
 from bigdit.train.state import TrainState, build_state, shape_errors
 from bigdit.train.step import train_step
 
-# On a GPU a step that runs out of memory is repeated with less: other errors come before or between steps.
+# Advice for running out of memory outside of a step. On a GPU, a step that does so is repeated with less.
 _LESS = {
     "cuda": "it was in no step, so a smaller step does not help; `bigdit plan` finds what fits: an optimizer with "
     "less state, strategy.lora, CPU offload, more GPUs",

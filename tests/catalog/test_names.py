@@ -103,7 +103,10 @@ ASKED_BACK = {
     ),
     "wan2.2": (find_model, "one of wan2.2-t2v-a14b-high, wan2.2-t2v-a14b-low, wan2.2-ti2v-5b"),
     "ltxv": (find_model, "is ambiguous; name one of ltx-video-0.9, ltx-video-0.9.7-13b"),
-    "qwen-image-2": (find_model, "did you mean qwen-image, qwen-image-edit, qwen-image-edit-2511, qwen-image-edit-plus?"),
+    "qwen-image-2": (
+        find_model,
+        "did you mean qwen-image, qwen-image-edit, qwen-image-edit-2511, qwen-image-edit-plus?",
+    ),
     "sanna": (find_model, "did you mean sana-600m-1024, sana-1600m-1024"),
     "sana-160m": (find_model, "did you mean sana-1600m-1024"),
     "stable-diffusion": (find_model, "did you mean sd3-medium, sd3.5-large, sd3.5-medium?"),

@@ -25,7 +25,7 @@ def test_a_card_says_what_a_run_trained(trained):
     assert rows["Base"] == "none: it started from random weights"
     assert rows["Data"] == "digits"
     assert rows["Steps"] == "8 of 16 samples: 128 samples, counted with repeats"
-    assert rows["Trained"] == "all weights"
+    assert rows["Trained"] == "the whole transformer"
     assert rows["Optimizer"] == "AdamW, learning rate 0.002"
     assert rows["GPU"] == "none: it ran on a CPU"
     assert rows["Versions"].startswith("bigdit ")

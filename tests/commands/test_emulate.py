@@ -183,14 +183,14 @@ def test_phases_are_reported_apart(trained: tuple[Done, Path, Path]) -> None:
 def test_live_tensors_are_named_by_the_scripts_lines(trained: tuple[Done, Path, Path]) -> None:
     done, file, _ = trained
     gpu = done.account["gpus"][0]
-    assert sum(group["nbytes"] for group in gpu["live"]) == gpu["peak_allocated_bytes"]
+    assert sum(group["nbytes"] for group in gpu["tensors"]) == gpu["peak_allocated_bytes"]
     code = "loss = model(x).square().mean()"
-    saved = next(group for group in gpu["live"] if group["script"]["code"] == code)  # the largest comes first
+    saved = next(group for group in gpu["tensors"] if group["script"]["code"] == code)  # the largest comes first
     assert saved["script"]["file"] == str(file)
     assert saved["script"]["line"] == 7
     assert saved["library"]["file"].endswith("torch/nn/modules/linear.py")
     assert saved["phase"] == "forward"
-    states = [group for group in gpu["live"] if group["phase"] == "step"]
+    states = [group for group in gpu["tensors"] if group["phase"] == "step"]
     assert {group["script"]["code"] for group in states} == {"optimizer.step()"}
     assert sum(group["nbytes"] for group in states) >= 2 * 8 * (1024 + 1) * 1024 * 4
 
@@ -236,7 +236,7 @@ def test_a_script_that_catches_it_and_trains_on_fits(tmp_path: Path) -> None:
     assert done.account["fits"]
     (notice,) = done.report["notices"]  # none for SGD, which has no state
     assert notice.startswith("memory ran out 4 times, and the script caught it")
-    live = done.account["out_of_memory"][0]["live"]
+    live = done.account["out_of_memory"][0]["tensors"]
     assert sum(group["nbytes"] for group in live) == done.account["out_of_memory"][0]["allocated_bytes"]
 
 
@@ -283,7 +283,7 @@ PARAMETERS = 4 * (1024 + 1) * 1024 * 4
 
 
 def state_of(account: dict[str, Any]) -> int:
-    return sum(group["nbytes"] for group in account["gpus"][0]["live"] if group["phase"] == "step")
+    return sum(group["nbytes"] for group in account["gpus"][0]["tensors"] if group["phase"] == "step")
 
 
 def test_two_machines_with_two_gpus_each(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_fsdp2_refuses_bitsandbytes():
 
 
 CANNOT_STEP = {
-    "prodigy; engine=deepspeed": "optimizer.name prodigy keeps numbers of all weights together, and DeepSpeed steps "
+    "prodigy; engine=deepspeed": "optimizer.name prodigy keeps state that all weights share, and DeepSpeed steps "
     "groups of them by turns; use engine fsdp2 or single",
     "muon; engine=deepspeed": "optimizer.name muon multiplies whole matrices, and DeepSpeed gives an optimizer flat "
     "partitions; use engine fsdp2 or single",

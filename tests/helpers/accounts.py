@@ -5,7 +5,7 @@ GPU = {
     "index": 0, "name": "card", "compute_capability": [8, 6], "total_bytes": 10, "peak_allocated_bytes": 5,
     "peak_reserved_bytes": 6, "peak_phase": "start", "peak_event": 1, "retries": 0, "phases": [], "phases_off_bytes": 0,
     "spans": [], "events": 1, "curve": [[0, 0, 0], [1, 5, 6]],
-    "live": [{"script": LINE, "library": None, "phase": "start", "nbytes": 5, "count": 1}],
+    "tensors": [{"script": LINE, "library": None, "phase": "start", "nbytes": 5, "count": 1}],
 }  # fmt: skip
 ACCOUNT = {
     "pid": 1, "rank": None, "world_size": 1, "argv": ["train.py"], "versions": {"torch": "2"}, "ended": "exit",

@@ -20,7 +20,7 @@ HOSTILE = LINE | {"code": "<script>alert(1)</script> [bold red]x[/]", "name": "[
 OOM = {
     "gpu": 0, "asked_bytes": 2 * GIB, "free_bytes": GIB, "total_bytes": 44 * GIB, "allocated_bytes": 43 * GIB,
     "phase": "backward", "steps": 1, "frames": [LINE | {"own": False, "name": "inner"}, HOSTILE, LINE],
-    "live": [{"script": HOSTILE, "library": None, "phase": "backward", "nbytes": 43 * GIB, "count": 2}],
+    "tensors": [{"script": HOSTILE, "library": None, "phase": "backward", "nbytes": 43 * GIB, "count": 2}],
 }  # fmt: skip
 LARGE = GPU | {"total_bytes": 44 * GIB, "peak_reserved_bytes": 43 * GIB, "curve": [[0, 0, 0], [1, 42 * GIB, 43 * GIB]]}
 

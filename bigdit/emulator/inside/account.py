@@ -102,7 +102,7 @@ def _gpu(torch: Any, gpu: int) -> dict[str, Any]:
         "spans": [{"phase": phase, "start": start} for phase, start in replayed.spans[:_LONGEST]],
         "events": replayed.events,
         "curve": [list(point) for point in replay.thin(replayed.curve)],
-        "live": _groups(replayed.at_peak, replayed),
+        "tensors": _groups(replayed.at_peak, replayed),
     }
 
 
@@ -116,7 +116,7 @@ def _oom(at: int) -> dict[str, Any]:
     replayed = history.gpus.get(found["gpu"], replay.Replay())
     before = sum(each["gpu"] == found["gpu"] for each in shortages[:at])
     live = replayed.ooms[before] if before < len(replayed.ooms) else []
-    return found | {"allocated_bytes": sum(tensor.nbytes for tensor in live), "live": _groups(live, replayed)}
+    return found | {"allocated_bytes": sum(tensor.nbytes for tensor in live), "tensors": _groups(live, replayed)}
 
 
 def _groups(tensors: Iterable[replay.Tensor], replayed: replay.Replay) -> list[dict[str, Any]]:
