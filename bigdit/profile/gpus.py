@@ -183,8 +183,8 @@ class EmulatedGpus:
         """The largest micro-batch that fits, plus about the fraction of the next sample that fits (below 1: none fits);
         and reserved bytes at the sizes that ran. None if an attempt failed.
 
-        Sizes run without a limit, to learn their bytes. One that should not fit runs with the limit, and ends early;
-        except with compiled blocks that are new, which are cached only after their backward pass.
+        Sizes run without a limit, to learn their bytes. One that should not fit runs with the limit, and ends early,
+        unless its bytes are cached, or blocks are compiled, whose new code is cached only after the backward pass.
         """
         reserved = dict(row.known)
         fitting = max((size for size, nbytes in reserved.items() if nbytes <= capacity_bytes), default=0)
@@ -193,9 +193,11 @@ class EmulatedGpus:
             expected = row.expected(reserved, capacity_bytes)
             size = min(max(round(expected), fitting + 1), failing - 1)
             request = row.request(size)
+            job = AttemptJob(request=request)
             hopeless = size > expected and (self.knows_code or not request.strategy.compile_blocks)
-            room = capacity_bytes if hopeless else UNLIMITED
-            attempt = self._answered(AttemptJob(request=request, capacity_bytes=room, to_end=not hopeless))
+            if hopeless and _ATTEMPTS.find(self._key(job)) is None:
+                job = AttemptJob(request=request, capacity_bytes=capacity_bytes, to_end=False)
+            attempt = self._answered(job)
             if not isinstance(attempt, Attempt):
                 return None
             if attempt.ran:

@@ -160,7 +160,7 @@ def _engine(strategy: Strategy) -> str:
 
 def _by_key(problem: str) -> str:
     """The problem with keys of the run instead of options."""
-    problem = problem.replace("--gpus ", "strategy.world_size ")
+    problem = problem.replace("--gpus is", "strategy.world_size is").replace("use --gpus 1", "set it to 1")
     for name in sorted(OPTIONS, key=len, reverse=True):  # `lora_base` before `lora`
         if key := OPTIONS[name]["key"]:
             problem = problem.replace(option(name), key)

@@ -211,25 +211,30 @@ class Planner:
     def run(self, predicted: Sequence[Estimate]) -> list[Estimate | None]:
         """Run each on a GPU without a limit. None for a failed attempt. Predictions of the options are corrected.
 
-        FITS: torch reserved no more than the GPU has with the margin. TIGHT: no more than it may have, or it ran within
-        that limit after the allocator freed cached memory.
+        FITS: torch reserved no more than the GPU has with the margin. TIGHT: no more than it may have.
         """
         found: list[Estimate | None] = []
         for each, attempt in zip(predicted, self.unlimited([each.strategy for each in predicted]), strict=True):
             if not isinstance(attempt, Attempt) or not attempt.ran:
                 found.append(None)
                 continue
-            reserved, most = attempt.peak_reserved_bytes, self.request.usable_bytes - each.non_torch.low_bytes
-            ran = self.ran(each, attempt, each.strategy)
-            if reserved > most:
-                limited = AttemptJob(request=self.step_request(each.strategy), capacity_bytes=max(most, 1))
-                (last,) = self.gpus.attempts([limited])
-                if isinstance(last, Attempt) and last.ran:
-                    within = self.reserving(last.peak_reserved_bytes, each.non_torch)
-                    ran = ran.model_copy(update=within | {"verdict": "TIGHT"})
-            self.options[each.option].correct(each.micro_batch_size, each.blocks, reserved)
-            found.append(ran)
+            self.options[each.option].correct(each.micro_batch_size, each.blocks, attempt.peak_reserved_bytes)
+            found.append(self.ran(each, attempt, each.strategy))
         return found
+
+    def within_limit(self, ran: Iterable[Estimate | None]) -> list[Estimate]:
+        """The estimates that ran. Those that do not fit run again with the most that the GPU may have: TIGHT if that
+        succeeds, after the allocator freed cached memory."""
+        known = {each.title: each for each in ran if each is not None}
+        most = {each.title: self.request.usable_bytes - each.non_torch.low_bytes for each in known.values()}
+        larger = [each for each in known.values() if each.peak_reserved_bytes > most[each.title]]
+        requests = [(self.step_request(each.strategy), max(most[each.title], 1)) for each in larger]
+        jobs = [AttemptJob(request=request, capacity_bytes=nbytes) for request, nbytes in requests]
+        for each, last in zip(larger, self.gpus.attempts(jobs), strict=True):
+            if isinstance(last, Attempt) and last.ran:
+                within = self.reserving(last.peak_reserved_bytes, each.non_torch) | {"verdict": "TIGHT"}
+                known[each.title] = each.model_copy(update=within)
+        return [*known.values()]
 
     def record(self, ran: Estimate) -> Estimate:
         """The estimate that ran, with seconds and CPU memory as recorded. Raises UserError and WorkerError if recording

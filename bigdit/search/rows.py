@@ -31,8 +31,8 @@ def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
     shown, beside = _shown(planner, known), [] if planner.passed_over is None else [planner.passed_over]
     ran = [
         each
-        for each in planner.run(sorted(shown, key=rate, reverse=True))
-        if each is not None and each.verdict != "DOES NOT FIT"
+        for each in planner.within_limit(planner.run(sorted(shown, key=rate, reverse=True)))
+        if each.verdict != "DOES NOT FIT"
     ]
     rows = [*beside, *(each for each in ran if all(each.title != other.title for other in beside)), known]
     rows.sort(key=lambda row: (row.lossless != known.lossless, -rate(row)))

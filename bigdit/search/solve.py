@@ -90,11 +90,10 @@ def _over_quantised(planner: Planner, best: Estimate) -> Estimate | None:
 
 def _record_nearest(planner: Planner, least: Estimate) -> Estimate:
     """The recorded estimate that comes nearest to fitting. Raises UserError if it cannot run."""
-    (ran,) = planner.run([least])
-    if ran is None:
-        planner.gpus.attempt(planner.step_request(least.strategy))  # raises why
-        raise UserError(f"{least.option}: two steps could not run")
-    return planner.record(ran)
+    for ran in planner.within_limit(planner.run([least])):
+        return planner.record(ran)
+    planner.gpus.attempt(planner.step_request(least.strategy))  # raises why
+    raise UserError(f"{least.option}: two steps could not run")
 
 
 def _least_host(planner: Planner) -> Estimate | None:
@@ -177,6 +176,7 @@ def best_that_runs(planner: Planner, options: Sequence[Option]) -> Estimate | No
         if recorded.verdict == "FITS":
             return recorded
         refused.add(best.title)
+    ran |= {each.title: each for each in planner.within_limit(ran.values())}
     tight = best_with("TIGHT")
     return None if tight is None else _over_quantised(planner, tight) or planner.record(tight)
 

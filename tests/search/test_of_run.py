@@ -203,6 +203,8 @@ def test_what_is_wrong_is_reported_by_the_runs_keys(tmp_path):
     assert problems(path, "strategy.world_size=2", "strategy.engine=fsdp2", gpus=4) == [
         "strategy.world_size is 2, and --gpus 4; leave one of them out"
     ]
+    (line,) = problems(path, "strategy.world_size=2", "strategy.engine=fsdp2", gpu="a100-80g-sxm:3g.40gb")
+    assert line.startswith("strategy.world_size is 2, and NCCL joins no MIG slices (a100-80g-sxm:3g.40gb); set it to 1")
     assert problems(path, "model={class_name: SanaTransformer2DModel}") == [
         "model.class_name says what is trained; plans take model.name or model.path, a config.json"
     ]
