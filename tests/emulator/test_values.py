@@ -102,6 +102,30 @@ def test_what_no_kernel_computed_reads_zero_and_is_reported():
     ]
 
 
+ROUTED = """
+import json, torch
+from bigdit_emulated import notices
+found = []
+for tokens in (100, 1 << 15):  # small and large scores
+    scores = torch.randn(tokens, 4, device="cuda").mul(0.1).softmax(-1)
+    if tokens == 100:
+        scores = torch.randn(1 << 20, 4, device="cuda")[:tokens].contiguous()  # of unknown values
+    chosen = scores.topk(2).indices
+    copies = torch.empty(tokens, 8, device="cuda").repeat_interleave(2, 0)
+    found.append([copies[chosen.view(-1) == expert].shape[0] for expert in range(4)])
+    found.append([bool((chosen[:, 0] != chosen[:, 1]).all()), torch.topk(scores.t(), 3, 0).indices.unique().tolist()])
+known = torch.tensor([3.0, 9.0, 5.0], device="cuda").topk(2).indices.tolist()
+print(json.dumps([found, known, [note["text"] for note in notices.found()]]))
+"""
+
+
+def test_tokens_go_to_experts_evenly():
+    found, known, notices = answers("a40", ROUTED)
+    assert found == [[50] * 4, [True, [0, 1, 2, 3]], [1 << 14] * 4, [True, [0, 1, 2, 3]]]
+    assert known == [1, 2]
+    assert notices == ["topk chose among values that no kernel computed: each index as often as all others"]
+
+
 def test_values_change_no_allocation():
     """A dispatch mode would: autograd then sums gradients into new tensors."""
     script = """

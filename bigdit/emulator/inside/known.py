@@ -13,7 +13,10 @@ LIMIT_BYTES = 64 << 10
 """Tensors up to this size are computed, as in bigdit.emulator.launch."""
 
 MASK_BYTES = 1 << 20
-"""Known values are copied, and integers computed from them, up to this size: a mask of 512 texts of 1,024 tokens."""
+"""Known numbers with fractions are copied up to this size: a mask of 512 texts of 1,024 tokens."""
+
+INTEGER_BYTES = 16 << 20
+"""Known integers are copied, and computed from known values, up to this size: the experts of 2 million tokens."""
 
 
 class Known:
@@ -61,28 +64,28 @@ class Known:
         if tensor.layout is not self._torch.strided:
             return False
         if not tensor.is_cuda:
-            return bool(tensor.nbytes <= MASK_BYTES)
+            return bool(tensor.nbytes <= _most_bytes(tensor))
         address, nbytes = self._of(tensor)
-        return nbytes <= LIMIT_BYTES or (nbytes <= MASK_BYTES and address in self._known)
+        return nbytes <= LIMIT_BYTES or (nbytes <= _most_bytes(tensor) and address in self._known)
 
     def computed(self, result: Any) -> bool:
         """Whether values of an operator's result are computed: integers of a mask's size, too."""
         if self.small(result) or result.layout is not self._torch.strided:
             return self.small(result)
-        return not _has_fractions(result) and result.nbytes <= MASK_BYTES
+        return not _has_fractions(result) and result.nbytes <= INTEGER_BYTES
 
     def keeps_a_copy(self, to: Any, source: Any) -> bool:
         """Whether a copy of a known mask, which is not small, is known: from the CPU, or as integers."""
         if not to.is_cuda or (source.is_cuda and _has_fractions(to)):
             return False
-        return LIMIT_BYTES < max(self._of(to)[1], source.nbytes) <= MASK_BYTES and self._is_readable(source)
+        return LIMIT_BYTES < max(self._of(to)[1], source.nbytes) <= _most_bytes(to) and self._is_readable(source)
 
     def holds(self, tensor: Any) -> bool:
         """Whether the values are known, as those of CPU tensors are."""
         if not tensor.is_cuda:
             return True
         address, nbytes = self._of(tensor)
-        return nbytes <= MASK_BYTES and address in self._known
+        return nbytes <= _most_bytes(tensor) and address in self._known
 
     def whole(self, tensor: Any) -> bool:
         """Whether it is its whole storage, and no view of a part."""
@@ -162,6 +165,10 @@ _FIRST, _LAST = 1 << 12, 1 << 47
 
 def _has_fractions(tensor: Any) -> bool:
     return bool(tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+
+
+def _most_bytes(tensor: Any) -> int:
+    return MASK_BYTES if _has_fractions(tensor) else INTEGER_BYTES
 
 
 def tensors(value: Any) -> Sequence[Any]:

@@ -1,9 +1,10 @@
 """Values of small tensors: operators on at most 64 KiB are computed by the CPU, in the GPU's own memory.
 
-So timesteps, norms, flags and the checks of engines are right. Masks of many texts are larger: up to 1 MiB, what
-comes from the CPU is right too, with the integers that follow from it. Results of larger tensors are zero, and known to
-be unknown. The operators' CUDA kernels are wrapped in the dispatcher, below autograd. A dispatch mode would keep
-autograd from summing gradients in place, and so change what is allocated.
+So timesteps, norms, flags and the checks of engines are right. Masks of many texts are larger: up to 1 MiB, what comes
+from the CPU is right too; and integers, with those that follow from them, up to 16 MiB. Results of larger tensors are
+zero, and known to be unknown. Of unknown values, topk chooses each index as often as all others. The operators' CUDA
+kernels are wrapped in the dispatcher, below autograd. A dispatch mode would keep autograd from summing gradients in
+place, and so change what is allocated.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import notices
-from .known import MASK_BYTES, Known, tensors
+from .known import INTEGER_BYTES, MASK_BYTES, Known, tensors
 from .libraries import library
 
 _NOT_WRAPPED = (
@@ -107,10 +108,8 @@ class Kernels:
         kernel = self._torch.library.get_kernel(name, "CUDA")
         function = self._reads.instead_of(operator, kernel)
         if function is None:
-            make = (
-                self._wrap_empty if "empty" in base else self._wrap_copy if base == "copy_" else self._wrap_computation
-            )
-            function = make(operator, kernel)
+            make = {"copy_": self._wrap_copy, "topk": self._wrap_topk}.get(base, self._wrap_computation)
+            function = (self._wrap_empty if "empty" in base else make)(operator, kernel)
         self._library.impl(name.removeprefix("aten::"), function, "CUDA", with_keyset=True, allow_override=True)
 
     def leave(self) -> None:
@@ -147,6 +146,27 @@ class Kernels:
             if self.known.keeps_a_copy(to, source):
                 self.known.write(to, self.known.on_host(source) if source.is_cuda else source)
                 self.known.note(to, self.known.whole(to) or self.known.holds(to))
+            return results
+
+        return run
+
+    def _wrap_topk(self, operator: Any, kernel: Any) -> Callable[..., Any]:
+        """Wrap the choice of the largest: of unknown values, each index is chosen as often as all others.
+
+        So routers spread tokens evenly over experts, as their training aims at.
+        """
+        computing = self._wrap_computation(operator, kernel)
+
+        def run(keys: Any, tensor: Any, k: int, dim: int = -1, *how: Any, **out: Any) -> Any:
+            results = computing(keys, tensor, k, dim, *how, **out)
+            chosen = results[1]
+            if tensor.dim() and not self.known.holds(tensor) and chosen.nbytes <= INTEGER_BYTES:
+                notices.add("topk chose among values that no kernel computed: each index as often as all others")
+                with self._torch.utils._python_dispatch._disable_current_modes():
+                    order = self._torch.arange(chosen.numel(), device="cpu") % tensor.shape[dim]
+                    rows = order.view(*chosen.movedim(dim, -1).shape).movedim(-1, dim)
+                    self.known.write(chosen, rows)
+                self.known.note(chosen, True)
             return results
 
         return run
