@@ -127,7 +127,9 @@ class Planner:
         return safe_bytes(self.request.gpu, self.non_torch(strategy), self.calibration.margin)
 
     def accumulation(self, micro_batch_size: int, strategy: Strategy) -> int:
-        """Micro-batches per step for the requested global batch; 1 if none is requested."""
+        """Micro-batches per step for the requested global batch; 1 if none is requested, or a step has only one."""
+        if strategy.optimizer_in_backward:
+            return 1
         return -(-(self.request.share(strategy.dp) or 1) // micro_batch_size)
 
     def micro_batch_sizes(self, strategy: Strategy) -> Iterator[int]:

@@ -278,7 +278,7 @@ class Strategy(Section):
             "micro_batch_size": micro_batch_size,
             "grad_accum_steps": grad_accum_steps,
             "checkpointed_blocks": checkpointed_blocks,
-            "repeated_samples": places - (global_batch_size or places),
+            "repeated_samples": max(places - (global_batch_size or places), 0),
         }
         return self.model_copy(update=sizes)
 
