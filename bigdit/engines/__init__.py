@@ -18,8 +18,6 @@ from bigdit.models import Family, split_context
 from bigdit.models.float8 import check_gpu
 from bigdit.strategy import Strategy
 
-__all__ = ["Ema", "Engine", "check", "compute_dtype", "create", "ema_of"]
-
 
 def check(strategy: Strategy) -> None:
     """Raise UserError if the engine's library rejects the strategy."""
