@@ -56,7 +56,7 @@ class PublishedClip(Strict):
 class CatalogModel(Strict):
     """A diffusion transformer of the catalogue.
 
-    `params`, `buffer_elems`: numbers of elements, None for a user's model. `block_lists`: lists of repeated blocks
+    `params`: their number of elements, None for a user's model. `block_lists`: lists of repeated blocks
     with their lengths, in the order of the forward pass. `patch_size`: in latents, with a packing outside the model.
     `patch_frames`: frames of latents in one token; they are padded to it. `resolution`: the published side in pixels;
     None if unknown, and for videos, which have a `clip`. `unverified`: what of the entry was not verified. `pipeline`:
@@ -67,9 +67,7 @@ class CatalogModel(Strict):
 
     spec: ModelSpec
     params: PositiveInt | None
-    buffer_elems: NonNegativeInt | None
     block_lists: tuple[tuple[str, PositiveInt], ...]
-    gradient_checkpointing: bool
     text: TextInput | None
     vae: Vae
     patch_size: PositiveInt

@@ -157,7 +157,7 @@ def model_of_arguments(spec: ModelSpec, own: Vae | None = None, named: str | Non
     `named`: the class of the pipeline. Raises UserError if an argument for shapes is no valid number.
     """
     inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own, named)
-    more = {"spec": spec, "params": None, "buffer_elems": None, "notes": None, "source": (), "pipeline": None}
+    more = {"spec": spec, "params": None, "notes": None, "source": (), "pipeline": None}
     return sibling.model_copy(
         update=_read(spec, inputs, sibling, own) | more | {"references": int(is_controlled(spec)), "first_frame": False}
     )
