@@ -38,7 +38,6 @@ class Vae(Strict):
     temporal_downsample: PositiveInt
     latent_channels: PositiveInt
     params: PositiveInt | None
-    encoder_params: PositiveInt | None
     source: str
     notes: str | None
 

@@ -277,7 +277,6 @@ def _vae(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> Vae:
             "kwargs": None,
             "latent_channels": channels,
             "params": None,
-            "encoder_params": None,
             "source": f"{key} of {spec.name}; {sibling.vae.downsample} pixels a latent as {sibling.vae.name}",
         }
     )
@@ -421,7 +420,6 @@ def folder_vae(folder: Path) -> Vae | None:
             temporal_downsample=time,
             latent_channels=channels,
             params=_vaes()[known_as]["params"] if known_as else None,
-            encoder_params=_vaes()[known_as]["encoder_params"] if known_as else None,
             source=str(file),
             notes=None,
         )

@@ -33,9 +33,7 @@ NAMES = [m.name for m in models()]
 def test_counts():
     assert len(models()) == 98
     assert len(gpus()) == 80
-    document = load_json("models.json")
-    assert (len(document["text_encoders"]), len(document["native_dit"])) == (17, 12)
-    assert document["native_dit"]["DiT-XL/2"]["params_trainable"] == 674834720
+    assert len(load_json("models.json")["text_encoders"]) == 17
 
 
 def test_sana_1600m():
