@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from bigdit.catalog.families import FAMILIES, editor_of, no_adapter, pipeline_of, training_obstacle
+from bigdit.catalog.families import FAMILIES, editor_of, pipeline_of, training_obstacle
 from bigdit.catalog.names import Aliases, aliases_of, load_json, normalise, resolve, suggestion
 from bigdit.errors import UserError
 from bigdit.strategy import BatchShape, ModelSpec, Strict
@@ -93,11 +93,6 @@ class CatalogModel(Strict):
         return sum(length for _, length in self.block_lists)
 
     @property
-    def obstacle(self) -> str | None:
-        """Why this model cannot be planned; None if it can."""
-        return None if self.spec.class_name in FAMILIES else no_adapter(self.spec.class_name)
-
-    @property
     def training_obstacle(self) -> str | None:
         """Why it cannot be trained on a cache of latents and text or classes; None if it can."""
         return training_obstacle(self.spec)
@@ -125,10 +120,6 @@ class CatalogModel(Strict):
         """Whether it takes only squares."""
         inputs = FAMILIES.get(self.spec.class_name)
         return inputs is not None and inputs.square
-
-    @property
-    def plannable(self) -> bool:
-        return self.obstacle is None
 
     @property
     def trainable(self) -> bool:
