@@ -108,14 +108,6 @@ class CatalogModel(Strict):
         return self.trainable and (self.text is None or self.text_pipeline is not None)
 
     @property
-    def extract_obstacle(self) -> str | None:
-        """Why `bigdit extract` cannot encode its training data; None if it can."""
-        if self.extractable or self.text is None or not self.trainable:
-            return None
-        other = "train it on a cache whose text was encoded elsewhere"
-        return f"`bigdit extract` cannot encode the text of its encoder {self.text.encoder}; {other}"
-
-    @property
     def square(self) -> bool:
         """Whether it takes only squares."""
         inputs = FAMILIES.get(self.spec.class_name)
