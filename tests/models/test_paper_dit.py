@@ -10,7 +10,6 @@ from diffusers import DiTTransformer2DModel
 
 from bigdit import models
 from bigdit.catalog import model
-from bigdit.dist import World
 from bigdit.engines import create
 from bigdit.loader.batch import Batch
 from bigdit.models.families.paper_dit import PaperDiT
@@ -132,7 +131,7 @@ def test_training_moves_everything_but_the_positions() -> None:
     made = drawn()
     before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
     family = models.family("PaperDiT")
-    engine = create(Strategy(precision="fp32"), made, family, device=torch.device("cpu"), world=World())
+    engine = create(Strategy(precision="fp32"), made, family, device=torch.device("cpu"))
     batch = Batch(torch.randn(2, 4, 8, 8), None, None, (0, 1), {"class_label": torch.tensor([1, 10])})
     train_step(engine, family, FlowMatchingSpec(), [batch], lr=1e-2)
     still = [name for name, tensor in made.state_dict().items() if torch.equal(tensor, before[name])]
