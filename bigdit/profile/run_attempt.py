@@ -43,9 +43,9 @@ from bigdit.profile.attempt import (
 )
 from bigdit.profile.steps import STEPS, Built, Witness, group, prepare, raw_batch, take, training
 from bigdit.profile.unwritten import large_uncomputed, unwritten, unwritten_weights
+from bigdit.profile.watch import Watch, watching_fsdp2
 from bigdit.record.costs import Counting, watching_linear
 from bigdit.record.recorder import History, Recorder
-from bigdit.record.watch import Watch, watching_fsdp2
 from bigdit.strategy import FACTORED, PACKAGES, Strategy
 
 if TYPE_CHECKING:

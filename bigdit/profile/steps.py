@@ -23,7 +23,7 @@ from bigdit.engines import Ema, Engine
 from bigdit.loader.batch import Batch, RawBatch, read_ahead
 from bigdit.models import Family
 from bigdit.profile.attempt import StepRequest
-from bigdit.record.watch import Watch
+from bigdit.profile.watch import Watch
 from bigdit.strategy import BatchShape, Strategy
 from bigdit.train.step import Encode, encode, train_step
 
