@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def _add(document: dict[str, Any], part: str) -> None:
                 raise UserError(f"--strategy {part}: {parent} is a value, and has no keys")
         node[last] = parse_value(text, f"--strategy {part[:80]}")
     elif part in PRESETS:
-        document.update(_copied(PRESETS[part]))
+        document.update(copy.deepcopy(PRESETS[part]))
     elif part.endswith((".yaml", ".yml", ".json")):
         path = Path(part)
         document.update(
@@ -110,10 +111,6 @@ def _add(document: dict[str, Any], part: str) -> None:
         )
     else:
         raise UserError(f"--strategy {part}: neither key=value, a YAML file nor a preset; {nearest(part, PRESETS)}")
-
-
-def _copied(value: Any) -> Any:
-    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _within_bounds(strategy: Strategy) -> Strategy:
