@@ -22,10 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from emulated import non_torch, step_of
+from emulated import step_of
 
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.files import write_text
+from bigdit.memory.process import non_torch_memory_of
 from bigdit.profile.attempt import Attempt, AttemptJob, StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.search.answer import make_plan
@@ -201,7 +202,7 @@ class Space:
         return None if batch is None else batch * strategy.cp // strategy.world_size
 
     def _room(self, strategy: Strategy) -> int:
-        return safe_bytes(self.request.gpu, non_torch(strategy, self.request.gpu), UNPROVED)
+        return safe_bytes(self.request.gpu, non_torch_memory_of(strategy, self.request.gpu), UNPROVED)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""Read attempts on emulated GPUs: a step's seconds, and the bytes outside torch."""
+"""A step's seconds, of an attempt on an emulated GPU."""
 
 from __future__ import annotations
 
 from bigdit.catalog import Gpu
-from bigdit.memory.process import ByteRange, non_torch_memory_of
 from bigdit.profile.attempt import Attempt
 from bigdit.speed.seconds import Cluster, StepTime, launches_of
 from bigdit.speed.step import step_time
@@ -25,8 +24,3 @@ def step_of(
     accumulated = strategy.model_copy(update={"grad_accum_steps": grad_accum_steps or strategy.grad_accum_steps})
     cluster = cluster or Cluster(gpus=strategy.world_size)
     return step_time(work_of(attempt.work, strategy), accumulated, gpu, cluster, launches=launches)
-
-
-def non_torch(strategy: Strategy, gpu: Gpu) -> ByteRange:
-    """Bytes of the GPU that a training process takes outside torch."""
-    return non_torch_memory_of(strategy, gpu)

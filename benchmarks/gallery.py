@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from curves import Point, draw
-from emulated import non_torch
 from pydantic import NonNegativeInt
 
 from bigdit import catalog
 from bigdit.config.strategy_text import parse_strategy
 from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
+from bigdit.memory.process import non_torch_memory_of
 from bigdit.profile.attempt import Attempt, AttemptJob, StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.strategy import Strict
@@ -106,7 +106,7 @@ def cells(kept: Sequence[Cell]) -> Iterator[Cell]:
 
 def ran(asked: Sequence[Cell], card: catalog.Gpu, gpus: int) -> Iterator[Cell]:
     """Run a GPU's cells, with all that was not known. The search for each begins at the last one's size."""
-    non_torch_bytes = non_torch(parse_strategy([strategy("full", gpus)]), card).high_bytes
+    non_torch_bytes = non_torch_memory_of(parse_strategy([strategy("full", gpus)]), card).high_bytes
     guess = dict.fromkeys(MODELS, 1)
     with EmulatedGpus(card) as cards:
         for cell in asked:

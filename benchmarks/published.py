@@ -16,13 +16,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from emulated import non_torch
 from pages import kept
 
 from bigdit import catalog
 from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy_text import parse_strategy
 from bigdit.errors import UserError
+from bigdit.memory.process import non_torch_memory_of
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
@@ -71,7 +71,7 @@ def _predict(row: dict[str, Any]) -> dict[str, int] | str:
         shape = _shape(model, row.get("resolution"), row.get("height"), row.get("width"), row.get("frames"))
         encoders = online_encoders(model, shape) if strategy.features == "online" else None
         request = StepRequest(model=model.spec, batch=shape, strategy=strategy, encoders=encoders)
-        beside = non_torch(strategy, gpu)
+        beside = non_torch_memory_of(strategy, gpu)
         with EmulatedGpus(gpu, 1, timeout_s=900, expandable_segments=False) as cards:
             wanted = cards.attempt(request)
             within = cards.attempt(request, gpu.usable_bytes - beside.high_bytes)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulated import non_torch, step_of
+from emulated import step_of
 from PIL import Image
 from tried.extraction import extraction, stages_of, waiting_bytes, weights_in
 from tried.saved import saved
@@ -39,6 +39,7 @@ from bigdit.emulator.fake_weights import lay_out
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import guard
 from bigdit.files import write_json
+from bigdit.memory.process import non_torch_memory_of
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.receipt import Receipt
@@ -232,7 +233,7 @@ def _text(tokens: int, dim: int | None, arguments: dict[str, Any]) -> Text:
 
 def _took(found: Recipe, receipts: Sequence[Receipt], folder: Path) -> Took:
     gpu = catalog.resolve_gpu(found.about.gpu)
-    beside = non_torch(receipts[0].strategy, gpu)
+    beside = non_torch_memory_of(receipts[0].strategy, gpu)
     reserved = max(each.measured_peak_reserved_bytes or 0 for each in receipts)
     return Took(
         torch=cuda_build(cuda_python()),

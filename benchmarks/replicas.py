@@ -48,7 +48,7 @@ def main() -> None:
     family = models.family(model.spec.class_name)
     with process_group(world, needed=True) as device:
         module = models.build(model.spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
-        engine = engines.create(strategy, module, family, device=device, world=world)
+        engine = engines.create(strategy, module, family, device=device)
         check = ReplicaCheck(engine, None, checkpoint.Peers(world), EVERY)
 
         def step() -> None:

@@ -27,7 +27,6 @@ from on_gpu.points import few_blocks
 
 from bigdit import catalog, checkpoint, engines, libraries, models
 from bigdit.config.strategy_text import parse_strategy
-from bigdit.dist import World
 from bigdit.engines.state import state_slices
 from bigdit.files import write_text
 from bigdit.objective_spec import FlowMatchingSpec
@@ -63,7 +62,7 @@ def main() -> None:
     for parameter in module.parameters():
         parameter.data.normal_(0, 0.02)
     params = sum(map(torch.numel, module.parameters()))
-    engine = engines.create(strategy, module, family, device=cpu, world=World())
+    engine = engines.create(strategy, module, family, device=cpu)
 
     def step() -> None:
         train_step(engine, family, FlowMatchingSpec(), [batch(request.batch, strategy)], lr=1e-6)

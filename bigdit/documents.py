@@ -137,6 +137,14 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
+def parse_value(text: str, named: str) -> Any:
+    """A value in YAML that was given as an option, called `named` in the UserError for what is no YAML."""
+    try:
+        return parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{named}: the value is {error}") from None
+
+
 def at(document: Any, keys: Sequence[str]) -> Any:
     """The value at `keys` of nested mappings; None if there is none."""
     for key in keys:

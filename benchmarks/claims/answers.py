@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from emulated import non_torch, step_of
+from emulated import step_of
 
 from bigdit import catalog
 from bigdit.catalog import Gpu
 from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy_text import parse_strategy
 from bigdit.errors import UserError
+from bigdit.memory.process import non_torch_memory_of
 from bigdit.profile.attempt import Attempt, Profile, StepRequest, request_for
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
 from bigdit.search.answer import make_plan
@@ -95,7 +96,7 @@ def largest(model: str, gpu: str, text: str, blocks: Sequence[int] = (0,)) -> li
     """For each number of recomputed blocks, the largest micro-batch that fits where one more does not; 0 if none
     fits. The search ends at LARGEST_MICRO_BATCH."""
     card, strategy = catalog.gpu(gpu), parse_strategy([text])
-    room = safe_bytes(card, non_torch(strategy, card), UNPROVED)
+    room = safe_bytes(card, non_torch_memory_of(strategy, card), UNPROVED)
     sizes, guess = [], 1
     with EmulatedGpus(card) as cards:
         for each in blocks:
@@ -119,7 +120,7 @@ def between(found: Interval) -> str:
 
 
 def _found(attempt: Attempt, asked: StepRequest, gpu: Gpu) -> Found:
-    taken = process(attempt.peak_reserved_bytes, non_torch(asked.strategy, gpu), UNPROVED)
+    taken = process(attempt.peak_reserved_bytes, non_torch_memory_of(asked.strategy, gpu), UNPROVED)
     return Found(
         attempt=attempt,
         step=step_of(attempt, asked.strategy, gpu),

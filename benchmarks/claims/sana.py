@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from emulated import non_torch
-
 from bigdit import catalog
 from bigdit.config.strategy_text import parse_strategy
 from bigdit.memory import Category
+from bigdit.memory.process import non_torch_memory_of
 from bigdit.profile.attempt import Profile
 from bigdit.search.calibration import UNPROVED
 from bigdit.search.plan import Plan, process, verdict_of
@@ -85,7 +84,7 @@ def sana_waterfall(say: Say) -> Case:
 
 def _taken(found: Profile) -> list[str]:
     gpu = catalog.gpu(GPU)
-    taken = process(found.peak_reserved_bytes, non_torch(parse_strategy(["single"]), gpu), UNPROVED)
+    taken = process(found.peak_reserved_bytes, non_torch_memory_of(parse_strategy(["single"]), gpu), UNPROVED)
     peak = f"{gib(found.ledger.peak_allocated_bytes)} ({found.ledger.deciding.phase})"
     return [peak, gib(found.peak_reserved_bytes), verdict_of(taken, gpu.usable_bytes)]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from emulated import non_torch, step_of
+from emulated import step_of
 from pydantic import NonNegativeInt
 
 from bigdit import catalog
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.files import write_json
+from bigdit.memory.process import non_torch_memory_of
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
@@ -72,7 +73,7 @@ def predicted(point: Point, cards: EmulatedGpus) -> Predicted:
     """Run the point within the GPU's memory."""
     request, gpu = point.asked()
     strategy = request.strategy
-    capacity = gpu.usable_bytes - non_torch(strategy, gpu).high_bytes
+    capacity = gpu.usable_bytes - non_torch_memory_of(strategy, gpu).high_bytes
     found: Attempt | str
     try:
         found = cards.attempt(request, capacity, counted="step")

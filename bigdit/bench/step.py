@@ -92,7 +92,7 @@ def _micro_batches(workload: Workload, device: torch.device) -> Iterator[list[An
 def _own_steps(workload: Workload, device: torch.device, meter: MemoryMeter) -> Iterator[TimedStep]:
     """Endless steps of the trainer. The meter measures the first ones."""
     request, family = workload.request, workload.family
-    engine = engines.create(request.strategy, workload.model, family, device=device, world=World())
+    engine = engines.create(request.strategy, workload.model, family, device=device)
     ema = engines.ema_of(engine)
     lr, ahead = request.strategy.optimizer.lr, _micro_batches(workload, device)
     while True:

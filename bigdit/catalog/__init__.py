@@ -8,17 +8,3 @@ from bigdit.catalog.gpus import Gpu, gpu
 from bigdit.catalog.machine import found_gpus, resolve_gpu
 from bigdit.catalog.models import CatalogModel, batch_shape, latent_shape, model
 from bigdit.catalog.resolve import find_model, user_model
-
-__all__ = [
-    "FAMILIES",
-    "CatalogModel",
-    "Gpu",
-    "batch_shape",
-    "find_model",
-    "found_gpus",
-    "gpu",
-    "latent_shape",
-    "model",
-    "resolve_gpu",
-    "user_model",
-]

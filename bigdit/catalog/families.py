@@ -78,11 +78,6 @@ class Inputs(Strict):
     objective: Annotated[FlowMatchingSpec | DdpmSpec, Field(discriminator="name")] = FlowMatchingSpec()
     source: str | None = None
 
-    @property
-    def further_inputs(self) -> tuple[str, ...]:
-        """The names of all further inputs, in the order of its adapter."""
-        return (*self.extras, *(each for name in self.streams for each in (name, mask_of(name))))
-
 
 PACKING = 2
 """Latents per side that are packed into one, outside of a model that `packs`."""

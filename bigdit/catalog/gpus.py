@@ -79,7 +79,7 @@ class Kind(Strict):
 class Gpu(Strict):
     """A GPU. `total_mib`: as in nvidia-smi; `usable_mib`: what a CUDA process sees, the total less the driver's part.
 
-    `…_verified` is False for figures without a measurement: the source says how they were derived. `l2_mib`: L2 cache,
+    `usable_verified` is False if nobody measured that figure: the source says how it was derived. `l2_mib`: L2 cache,
     None where it is unknown. In 10⁹ B/s: `bandwidth_gbs` of the memory; both directions of `nvlink_gbs` (all links to
     other GPUs) and `c2c_gbs` (NVLink-C2C to the CPU), None without them. `pcie`: `4.0 x16`. `reserved_bytes` of the
     usable ones stay free.
@@ -93,7 +93,6 @@ class Gpu(Strict):
     multiprocessors: PositiveInt
     l2_mib: PositiveFloat | None = None
     total_mib: PositiveInt
-    total_verified: bool
     usable_mib: PositiveInt
     usable_verified: bool
     reserved_bytes: NonNegativeInt = 0
@@ -270,7 +269,6 @@ def mig_slice(gpu: Gpu, profile: str) -> Gpu:
             "multiprocessors": found.sms,
             "l2_mib": None,
             "total_mib": usable_mib,
-            "total_verified": found.sighted,
             "usable_mib": usable_mib,
             "usable_verified": found.sighted,
             "tflops": _scaled(gpu.tflops, compute),

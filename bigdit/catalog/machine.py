@@ -146,7 +146,6 @@ def _gpu(reading: Reading) -> Gpu:
     return found.model_copy(
         update={
             "total_mib": max(reading.total_mib, reading.usable_mib),
-            "total_verified": True,
             "usable_mib": reading.usable_mib,
             "usable_verified": True,
             "sources": found.sources.model_copy(

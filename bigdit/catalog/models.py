@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from bigdit.catalog.families import FAMILIES, editor_of, no_adapter, pipeline_of, training_obstacle
+from bigdit.catalog.families import FAMILIES, editor_of, pipeline_of, training_obstacle
 from bigdit.catalog.names import Aliases, aliases_of, load_json, normalise, resolve, suggestion
 from bigdit.errors import UserError
 from bigdit.strategy import BatchShape, ModelSpec, Strict
@@ -38,7 +38,6 @@ class Vae(Strict):
     temporal_downsample: PositiveInt
     latent_channels: PositiveInt
     params: PositiveInt | None
-    encoder_params: PositiveInt | None
     source: str
     notes: str | None
 
@@ -56,7 +55,7 @@ class PublishedClip(Strict):
 class CatalogModel(Strict):
     """A diffusion transformer of the catalogue.
 
-    `params`, `buffer_elems`: numbers of elements, None for a user's model. `block_lists`: lists of repeated blocks
+    `params`: their number of elements, None for a user's model. `block_lists`: lists of repeated blocks
     with their lengths, in the order of the forward pass. `patch_size`: in latents, with a packing outside the model.
     `patch_frames`: frames of latents in one token; they are padded to it. `resolution`: the published side in pixels;
     None if unknown, and for videos, which have a `clip`. `unverified`: what of the entry was not verified. `pipeline`:
@@ -67,9 +66,7 @@ class CatalogModel(Strict):
 
     spec: ModelSpec
     params: PositiveInt | None
-    buffer_elems: NonNegativeInt | None
     block_lists: tuple[tuple[str, PositiveInt], ...]
-    gradient_checkpointing: bool
     text: TextInput | None
     vae: Vae
     patch_size: PositiveInt
@@ -96,11 +93,6 @@ class CatalogModel(Strict):
         return sum(length for _, length in self.block_lists)
 
     @property
-    def obstacle(self) -> str | None:
-        """Why this model cannot be planned; None if it can."""
-        return None if self.spec.class_name in FAMILIES else no_adapter(self.spec.class_name)
-
-    @property
     def training_obstacle(self) -> str | None:
         """Why it cannot be trained on a cache of latents and text or classes; None if it can."""
         return training_obstacle(self.spec)
@@ -116,22 +108,10 @@ class CatalogModel(Strict):
         return self.trainable and (self.text is None or self.text_pipeline is not None)
 
     @property
-    def extract_obstacle(self) -> str | None:
-        """Why `bigdit extract` cannot encode its training data; None if it can."""
-        if self.extractable or self.text is None or not self.trainable:
-            return None
-        other = "train it on a cache whose text was encoded elsewhere"
-        return f"`bigdit extract` cannot encode the text of its encoder {self.text.encoder}; {other}"
-
-    @property
     def square(self) -> bool:
         """Whether it takes only squares."""
         inputs = FAMILIES.get(self.spec.class_name)
         return inputs is not None and inputs.square
-
-    @property
-    def plannable(self) -> bool:
-        return self.obstacle is None
 
     @property
     def trainable(self) -> bool:

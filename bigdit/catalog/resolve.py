@@ -157,7 +157,7 @@ def model_of_arguments(spec: ModelSpec, own: Vae | None = None, named: str | Non
     `named`: the class of the pipeline. Raises UserError if an argument for shapes is no valid number.
     """
     inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own, named)
-    more = {"spec": spec, "params": None, "buffer_elems": None, "notes": None, "source": (), "pipeline": None}
+    more = {"spec": spec, "params": None, "notes": None, "source": (), "pipeline": None}
     return sibling.model_copy(
         update=_read(spec, inputs, sibling, own) | more | {"references": int(is_controlled(spec)), "first_frame": False}
     )
@@ -277,7 +277,6 @@ def _vae(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> Vae:
             "kwargs": None,
             "latent_channels": channels,
             "params": None,
-            "encoder_params": None,
             "source": f"{key} of {spec.name}; {sibling.vae.downsample} pixels a latent as {sibling.vae.name}",
         }
     )
@@ -421,7 +420,6 @@ def folder_vae(folder: Path) -> Vae | None:
             temporal_downsample=time,
             latent_channels=channels,
             params=_vaes()[known_as]["params"] if known_as else None,
-            encoder_params=_vaes()[known_as]["encoder_params"] if known_as else None,
             source=str(file),
             notes=None,
         )

@@ -23,25 +23,3 @@ from bigdit.checkpoint.restore import (
     restore,
 )
 from bigdit.checkpoint.saver import Keeping, Saver, remove_unfinished
-
-__all__ = [
-    "Checkpoint",
-    "Keeping",
-    "Peers",
-    "PostHoc",
-    "Saver",
-    "changed_since",
-    "check_objective",
-    "check_resumable",
-    "check_start",
-    "export",
-    "find_checkpoint",
-    "latest",
-    "load_adapters",
-    "load_model",
-    "load_weights",
-    "pipeline_of",
-    "remove_unfinished",
-    "restore",
-    "verify",
-]

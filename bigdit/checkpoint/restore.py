@@ -476,7 +476,4 @@ def _model_differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[tu
     """(key, saved, wanted) of what differs between two models: their class, else their arguments."""
     if saved["class_name"] != wanted["class_name"]:
         return [("class_name", saved["class_name"], wanted["class_name"])]
-    old, new = saved["kwargs"], wanted["kwargs"]
-    return [
-        (key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
-    ]
+    return list(differences(saved["kwargs"], wanted["kwargs"]))

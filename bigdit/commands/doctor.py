@@ -101,7 +101,8 @@ def examine() -> Health:
         cores=len(os.sched_getaffinity(0)),
         ram_bytes=memory_bytes(),
     )
-    health.compiler = _compiler()
+    compilers = (os.environ.get("CXX"), "c++", "g++", "clang++")  # for what DeepSpeed builds when it is needed
+    health.compiler = next((path for name in compilers if name and (path := shutil.which(name))), None)
     _check_versions(health)
     with ThreadPoolExecutor() as pool:
         errors = dict(zip(IMPORTS, pool.map(_import_error, IMPORTS.values()), strict=True))
@@ -129,12 +130,6 @@ def torch_supported(version: str) -> bool:
     """Whether a torch version such as `2.13.0+cu130` lies within the supported range."""
     major, minor = version.split("+")[0].split(".")[:2]
     return TORCH_FIRST <= (int(major), int(minor)) <= TORCH_LAST
-
-
-def _compiler() -> str | None:
-    """The C++ compiler that DeepSpeed's just-in-time build uses."""
-    candidates = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    return next((path for name in candidates if name and (path := shutil.which(name))), None)
 
 
 def _look_at_torch(health: Health) -> None:

@@ -128,17 +128,12 @@ def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob | None
 
 
 def _parse(resources: list[str]) -> dict[str, Any]:
-    from bigdit.documents import parse_yaml
+    from bigdit.documents import parse_value
 
     if wrong := [text for text in resources if "=" not in text]:
         raise UserError(f"--resource: KEY=VALUE was expected, and {wrong[0]} was found")
-    asked = {}
-    for key, _, value in (text.partition("=") for text in resources):
-        try:
-            asked[key] = parse_yaml(value)
-        except ValueError as error:
-            raise UserError(f"--resource {key}: the value is {error}") from None
-    return asked
+    pairs = (text.partition("=") for text in resources)
+    return {key: parse_value(value, f"--resource {key}") for key, _, value in pairs}
 
 
 def _print(report: ExtractReport, samples: str) -> None:

@@ -25,7 +25,7 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with every field.")] = False,
 ) -> None:
-    """List known diffusion transformers, and which of them can be planned and trained."""
+    """List known diffusion transformers. All of them can be planned, encoded for and trained."""
     from bigdit.catalog.models import models, no_model
 
     asked = (containing or "").casefold()
@@ -51,30 +51,8 @@ def _fields(model: CatalogModel) -> dict[str, Any]:
     return model.model_dump(mode="json") | {
         "aliases": model_aliases(model.name),
         "repositories": repositories(model.name),
-        "plannable": model.plannable,
-        "obstacle": model.obstacle,
-        "trainable": model.trainable,
-        "training_obstacle": model.training_obstacle,
-        "extractable": model.extractable,
-        "extract_obstacle": model.extract_obstacle,
         "text_pipeline": model.text_pipeline,
     }
-
-
-_ELSEWHERE = "train*"
-_PURPOSES = {
-    "train": "for train: can be planned and trained",
-    _ELSEWHERE: f"for {_ELSEWHERE}: `bigdit extract` cannot encode its text; encode it elsewhere",
-    "plan": "for plan: can only be planned",
-}
-"""What can be done with a model, in the column and in full."""
-
-
-def _purpose(model: CatalogModel) -> str | None:
-    """What can be done with a model."""
-    if model.trainable:
-        return "train" if model.extractable else _ELSEWHERE
-    return "plan" if model.plannable else None
 
 
 def _native_latents(model: CatalogModel) -> tuple[int, ...] | None:
@@ -89,8 +67,8 @@ def _native_latents(model: CatalogModel) -> tuple[int, ...] | None:
 def _table(found: list[CatalogModel]) -> Table:
     from bigdit.report.tables import DASH, cell, table
 
-    columns = ("model", "params", "blocks", "px", "latents", "text", "for")
-    made = table("Diffusion transformers", columns, numeric=("params", "blocks", "px", "latents", "text"))
+    columns = ("model", "params", "blocks", "px", "latents", "text")
+    made = table("Diffusion transformers", columns, numeric=columns[1:])
     for m in found:
         text = m.text
         made.add_row(
@@ -100,9 +78,6 @@ def _table(found: list[CatalogModel]) -> Table:
             cell(m.resolution),
             cell(_native_latents(m)),
             DASH if text is None else f"{text.tokens or '?'}×{text.dim or '?'}",
-            _purpose(m) or DASH,
         )
-    shown = [_PURPOSES[each] for each in _PURPOSES if each in {_purpose(m) for m in found}]
-    why = ["reasons: --json"] if {_purpose(m) for m in found} != {"train"} else []
-    made.caption = "\n".join([f"{len(found)} model{'' if len(found) == 1 else 's'}", *shown, *why])
+    made.caption = f"{len(found)} model{'' if len(found) == 1 else 's'}"
     return made

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from bigdit.config.run import RunConfig
 from bigdit.config.wrong import meant_within, wrong
 from bigdit.dist import processes_here
-from bigdit.documents import parse_json, parse_yaml, read_mapping
+from bigdit.documents import parse_json, parse_value, parse_yaml, read_mapping
 from bigdit.errors import UserError
 from bigdit.strategy import Strategy
 from bigdit.units import how_many
@@ -138,10 +138,7 @@ def _apply(document: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict | list):
             fix = f"; write {override[:80].replace('.images.', '.images[0].')}" if parent == "images" else ""
             raise UserError(f"--set {override[:80]}: {parent} is a value, and has no keys{fix}")
-    try:
-        value = parse_yaml(text)
-    except ValueError as error:
-        raise UserError(f"--set {override[:80]}: the value is {error}") from None
+    value = parse_value(text, f"--set {override[:80]}")
     if isinstance(node, list):
         _within(node, last, override)
         node[int(last)] = value

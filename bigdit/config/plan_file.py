@@ -62,22 +62,6 @@ class LargestMicroBatch(Strict):
     full: NonNegativeInt | None
 
 
-class Phase(Strict):
-    """Bytes of one phase: its peak, those at its end, and the peak by category."""
-
-    phase: str
-    peak_bytes: NonNegativeInt
-    end_bytes: NonNegativeInt
-    at_peak: dict[str, NonNegativeInt]
-
-
-class RecordedLedger(Strict):
-    """`memory.Ledger` in the file: training compares with it."""
-
-    granularity: PositiveInt
-    phases: tuple[Phase, ...]
-
-
 class Fewer(Strict):
     """The same run on one machine less: keys of its strategy that change, and predicted bytes of one GPU."""
 
@@ -112,7 +96,8 @@ class PlanFile(Strict):
     """What a plan predicts. `expandable_segments`: the planned setting of torch's allocator.
 
     `run_digest`: of the run.yaml that was written with it. `smaller`: sizes to try in order if a step runs out of
-    memory. `without_machine`: None for one machine, or if the plan does not fit.
+    memory. `without_machine`: None for one machine, or if the plan does not fit. `phases`: the peak of each phase, in
+    bytes, with which training compares its own. `encoder_bytes`: the most that encoders have at one of these peaks.
     """
 
     format: Literal[1] = 1
@@ -125,7 +110,8 @@ class PlanFile(Strict):
     micro_batch_sizes: tuple[LargestMicroBatch, ...]
     smaller: tuple[StepSize, ...] = ()
     without_machine: Fewer | None = None
-    ledger: RecordedLedger
+    phases: dict[str, NonNegativeInt]
+    encoder_bytes: NonNegativeInt
     versions: dict[str, str]
     catalogue: str
     run_digest: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from bigdit.config.load import read_ds_config
 from bigdit.config.wrong import wrong
-from bigdit.documents import parse_yaml, read_mapping
+from bigdit.documents import parse_value, parse_yaml, read_mapping
 from bigdit.errors import UserError, nearest
 from bigdit.strategy import Strategy
 
@@ -100,9 +101,9 @@ def _add(document: dict[str, Any], part: str) -> None:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise UserError(f"--strategy {part}: {parent} is a value, and has no keys")
-        node[last] = _yaml(text, part)
+        node[last] = parse_value(text, f"--strategy {part[:80]}")
     elif part in PRESETS:
-        document.update(_copied(PRESETS[part]))
+        document.update(copy.deepcopy(PRESETS[part]))
     elif part.endswith((".yaml", ".yml", ".json")):
         path = Path(part)
         document.update(
@@ -110,17 +111,6 @@ def _add(document: dict[str, Any], part: str) -> None:
         )
     else:
         raise UserError(f"--strategy {part}: neither key=value, a YAML file nor a preset; {nearest(part, PRESETS)}")
-
-
-def _yaml(text: str, part: str) -> Any:
-    try:
-        return parse_yaml(text)
-    except ValueError as error:
-        raise UserError(f"--strategy {part[:80]}: the value is {error}") from None
-
-
-def _copied(value: Any) -> Any:
-    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _within_bounds(strategy: Strategy) -> Strategy:

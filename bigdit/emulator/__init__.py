@@ -15,5 +15,3 @@
 """
 
 from bigdit.emulator.launch import emulated_environment, on_emulated_gpu, shared_state
-
-__all__ = ["emulated_environment", "on_emulated_gpu", "shared_state"]

@@ -335,7 +335,7 @@ CAPACITY_BYTES = 256 * 2**20
 
 
 class TextCache:
-    """An encoder that caches its texts in CPU memory, in `dtype`, up to `capacity_bytes`.
+    """An encoder that caches its texts in CPU memory, in bf16, up to `capacity_bytes`.
 
     Drops the least recently used texts. The encoder runs in its `turn`.
     """
@@ -343,13 +343,11 @@ class TextCache:
     def __init__(
         self,
         encoder: TextEncoder,
-        dtype: torch.dtype = torch.bfloat16,
         capacity_bytes: int = CAPACITY_BYTES,
         turn: Turn = at_once,
     ) -> None:
         self._encoder = encoder
         self._turn = turn
-        self._dtype = dtype
         self._capacity_bytes = capacity_bytes
         self._cached: OrderedDict[str, Text] = OrderedDict()
         self.nbytes = 0
@@ -384,7 +382,7 @@ class TextCache:
         return self._to_cpu(self._turn(self._encoder.null))
 
     def _to_cpu(self, text: Text) -> Text:
-        return text.to("cpu", self._dtype)
+        return text.to("cpu", torch.bfloat16)
 
     def _add(self, caption: str, text: Text) -> None:
         """Put the text last, and drop the first ones until all fit."""

@@ -11,14 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bigdit.dist import World
 from bigdit.engines.ema import Ema, ema_of
 from bigdit.engines.protocol import Engine, compute_dtype, use_matmul_precision
 from bigdit.models import Family, split_context
 from bigdit.models.float8 import check_gpu
 from bigdit.strategy import Strategy
-
-__all__ = ["Ema", "Engine", "check", "compute_dtype", "create", "ema_of"]
 
 
 def check(strategy: Strategy) -> None:
@@ -31,7 +28,7 @@ def check(strategy: Strategy) -> None:
         check_document(strategy)
 
 
-def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torch.device, world: World) -> Engine:
+def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torch.device) -> Engine:
     """The strategy's engine, which moves the model to the device. The model has the compute dtype, on any device.
 
     With several processes the process group must exist. Only the chosen engine is imported: DeepSpeed takes seconds.
@@ -47,7 +44,7 @@ def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torc
     if strategy.engine == "fsdp2":
         from bigdit.engines.fsdp2 import Fsdp2Engine
 
-        return Fsdp2Engine(strategy, model, family, device=device, world=world)
+        return Fsdp2Engine(strategy, model, family, device=device)
     if strategy.engine == "ddp":
         from bigdit.engines.ddp import DdpEngine
 

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from bigdit import optim
-from bigdit.dist import World
 from bigdit.engines.backward import Backward, StepOutcome
 from bigdit.engines.protocol import Engine, Replicas, Shard, compute_dtype
 from bigdit.models import Family
@@ -31,12 +30,10 @@ class Fsdp2Engine(Engine):
 
     model: FSDPModule
 
-    def __init__(
-        self, strategy: Strategy, model: nn.Module, family: Family, *, device: torch.device, world: World
-    ) -> None:
+    def __init__(self, strategy: Strategy, model: nn.Module, family: Family, *, device: torch.device) -> None:
         self.strategy = strategy
         self.device = device
-        _shard(model, [*family.shared(model), *family.blocks(model), model], strategy, device)
+        _shard([*family.shared(model), *family.blocks(model), model], strategy, device)
         self.model = model
         self._held = [*model.named_parameters(), *model.named_buffers()]
         # Stored now: in a forward pass the model has whole parameters instead.
@@ -144,7 +141,7 @@ def _rows(name: str, param: DTensor, master: int) -> Shard:
     return Shard(name, tuple(param.shape), first_row(param) * row, master, 0, param.to_local().numel())
 
 
-def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device: torch.device) -> None:
+def _shard(units: list[nn.Module], strategy: Strategy, device: torch.device) -> None:
     """Move the model from CPU memory to the device as shards, one unit at a time, so that at most one is whole.
 
     `units`: inner before outer ones, the model last. Units that the model shares with a block are called outside it

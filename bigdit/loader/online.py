@@ -241,8 +241,7 @@ class RunEncoders:
 
 def more_than_planned(plan: PlanFile, encoders: RunEncoders) -> list[str]:
     """A note if the encoders take more memory than planned."""
-    planned = max((phase.at_peak.get("encoder", 0) for phase in plan.ledger.phases), default=0)
-    found = sum(tensor.nbytes for tensor in encoders.tensors())
+    planned, found = plan.encoder_bytes, sum(tensor.nbytes for tensor in encoders.tensors())
     if found <= planned * _ROUNDED:
         return []
     return [

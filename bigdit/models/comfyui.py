@@ -35,7 +35,8 @@ _TURNED = re.compile(r".*\bnorm_out\.linear|SD3.*norm1_context\.linear")
 """Classes and layers of these whose halves of rows ComfyUI swaps in B, but not in the scales of DoRA."""
 
 
-def _qkv(here: str, there: str) -> dict[str, str]:
+def qkv(here: str, there: str) -> dict[str, str]:
+    """The names of queries, keys and values `here`, which are the first three parts of one layer `there`."""
     return {here.format(each): f"{there}#{i}" for i, each in enumerate("qkv")}
 
 
@@ -64,7 +65,7 @@ _COGVIDEOX = {"norm1.linear": "norm1.linear", "norm2.linear": "norm2.linear"} | 
     "ff.net.0.proj": "ff_proj",
     "ff.net.2": "ff_out",
 }
-MOCHI = _qkv("attn1.to_{}", "attn.qkv_x") | _qkv("attn1.add_{}_proj", "attn.qkv_y")
+MOCHI = qkv("attn1.to_{}", "attn.qkv_x") | qkv("attn1.add_{}_proj", "attn.qkv_y")
 MOCHI |= {
     "attn1.to_out.0": "attn.proj_x",
     "attn1.to_add_out": "attn.proj_y",
@@ -76,10 +77,10 @@ MOCHI |= {
     "ff_context.net.0.proj": "mlp_y.w1~",
     "ff_context.net.2": "mlp_y.w2",
 }
-LUMINA = _qkv("attn.to_{}", "attention.qkv")
+LUMINA = qkv("attn.to_{}", "attention.qkv")
 LUMINA |= {"attn.to_out.0": "attention.out", "norm1.linear": "adaLN_modulation.1"}
 LUMINA |= {f"feed_forward.linear_{i}": f"feed_forward.w{i}" for i in (1, 2, 3)}
-DOUBLE = _qkv("attn.to_{}", "img_attn.qkv") | _qkv("attn.add_{}_proj", "txt_attn.qkv")
+DOUBLE = qkv("attn.to_{}", "img_attn.qkv") | qkv("attn.add_{}_proj", "txt_attn.qkv")
 DOUBLE |= {
     "attn.to_out.0": "img_attn.proj",
     "attn.to_add_out": "txt_attn.proj",
@@ -90,9 +91,9 @@ DOUBLE |= {
     "ff_context.net.0.proj": "txt_mlp.0",
     "ff_context.net.2": "txt_mlp.2",
 }
-SINGLE = _qkv("attn.to_{}", "linear1")
+SINGLE = qkv("attn.to_{}", "linear1")
 SINGLE |= {"proj_mlp": "linear1#3", "proj_out": "linear2", "norm.linear": "modulation.lin"}
-_REFINER = _qkv("attn.to_{}", "self_attn.qkv")
+_REFINER = qkv("attn.to_{}", "self_attn.qkv")
 _REFINER |= {"attn.to_out.0": "self_attn.proj", "ff.net.0.proj": "mlp.0", "ff.net.2": "mlp.2"}
 _REFINER |= {"norm_out.linear": "adaLN_modulation.1"}
 _YAK = DOUBLE | {

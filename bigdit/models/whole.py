@@ -16,7 +16,7 @@ from torch import nn
 
 from bigdit.errors import UserError
 from bigdit.models.build import outline
-from bigdit.models.comfyui import DOUBLE, LUMINA, MOCHI, SINGLE, WAN
+from bigdit.models.comfyui import DOUBLE, LUMINA, MOCHI, SINGLE, WAN, qkv
 from bigdit.models.families import family
 from bigdit.strategy import ModelSpec
 
@@ -104,7 +104,7 @@ _HUNYUAN |= _blocks(
 _HUNYUAN |= _blocks(
     "context_embedder.token_refiner.refiner_blocks",
     "txt_in.individual_token_refiner.blocks",
-    {f"attn.to_{each}": f"self_attn_qkv#{i}" for i, each in enumerate("qkv")}
+    qkv("attn.to_{}", "self_attn_qkv")
     | {"attn.to_out.0": "self_attn_proj", "norm_out.linear": "adaLN_modulation.1"}
     | {"ff.net.0.proj": "mlp.fc1", "ff.net.2": "mlp.fc2", "norm1": "norm1", "norm2": "norm2"},
 )
@@ -115,11 +115,8 @@ _HUNYUAN |= _two("context_embedder.time_text_embed.timestep_embedder", "txt_in.t
 _HUNYUAN |= _two("context_embedder.time_text_embed.text_embedder", "txt_in.c_embedder", ("linear_1", "linear_2"))
 _HUNYUAN |= {"context_embedder.proj_in": "txt_in.input_embedder"}
 
-_SD3_BLOCK = {
-    f"{attention}.to_{each}": f"x_block.{attention}.qkv#{i}"
-    for attention in ("attn", "attn2")
-    for i, each in enumerate("qkv")
-} | {f"attn.add_{each}_proj": f"context_block.attn.qkv#{i}" for i, each in enumerate("qkv")}
+_SD3_BLOCK = qkv("attn.to_{}", "x_block.attn.qkv") | qkv("attn2.to_{}", "x_block.attn2.qkv")
+_SD3_BLOCK |= qkv("attn.add_{}_proj", "context_block.attn.qkv")
 for _here, _there in (("attn.norm_{}", "x_block.attn.ln_{0}"), ("attn2.norm_{}", "x_block.attn2.ln_{0}")):
     _SD3_BLOCK |= _norms(False, _here, _there)
 _SD3_BLOCK |= _norms(True, "attn.norm_{}", "context_block.attn.ln_{0}")
@@ -209,7 +206,7 @@ _WAN |= {
     for each, i in (("norm1", 0), ("ff.net.0.proj", 1), ("ff.net.2", 3), ("norm2", 4))
 }
 
-_Z_BLOCK = {f"attention.to_{each}": f"attention.qkv#{i}" for i, each in enumerate("qkv")}
+_Z_BLOCK = qkv("attention.to_{}", "attention.qkv")
 _Z_BLOCK |= {"attention.to_out.0": "attention.out"} | _norms(False, "attention.norm_{}", "attention.{0}_norm")
 _Z_IMAGE = {
     key: value
@@ -236,7 +233,7 @@ _KREA2 |= {"final_layer.scale_shift_table": "last.modulation.lin"}
 _PIXART = _blocks(
     "transformer_blocks",
     "blocks",
-    {f"attn1.to_{each}": f"attn.qkv#{i}" for i, each in enumerate("qkv")}
+    qkv("attn1.to_{}", "attn.qkv")
     | {"attn1.to_out.0": "attn.proj", "ff.net.0.proj": "mlp.fc1", "ff.net.2": "mlp.fc2"}
     | {"attn2.to_q": "cross_attn.q_linear", "attn2.to_out.0": "cross_attn.proj"}
     | {"attn2.to_k": "cross_attn.kv_linear#0", "attn2.to_v": "cross_attn.kv_linear#1"}

@@ -14,17 +14,6 @@ from bigdit.objectives import ddpm, flow_matching
 from bigdit.objectives.prediction import Predict, draw_noise, of_latents
 from bigdit.objectives.samplers import check_sampler, default_sampler, sample, scheduler_config
 
-__all__ = [
-    "Predict",
-    "check_sampler",
-    "default_sampler",
-    "draw_noise",
-    "loss",
-    "of_latents",
-    "sample",
-    "scheduler_config",
-]
-
 
 def loss(
     objective: ObjectiveSpec,

@@ -52,17 +52,13 @@ def sample(
     if steps > trained:
         raise UserError(f"--steps is {steps}, and the model was trained on {trained} timesteps; ask for fewer")
     scheduler.set_timesteps(steps, device=noise.device)
-    times = _times_of_ddpm(scheduler) if isinstance(objective, DdpmSpec) else _times_of_flow(scheduler, sampler)
+    ddpm = isinstance(objective, DdpmSpec)  # whose t are in fp64: see `ddpm.model_time`
+    times = scheduler.timesteps.double() / trained if ddpm else _times_of_flow(scheduler, sampler)
     latents = noise
     for timestep, t in zip(scheduler.timesteps, times.to(noise.device), strict=True):
         prediction = of_latents(predict(latents, t.expand(latents.shape[0])), latents.shape[1])
         latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
     return latents
-
-
-def _times_of_ddpm(scheduler: Any) -> torch.Tensor:
-    """The t of each call, in fp64: see `ddpm.model_time`."""
-    return torch.as_tensor(scheduler.timesteps.double() / scheduler.config.num_train_timesteps)
 
 
 def _times_of_flow(scheduler: Any, sampler: SamplerName) -> torch.Tensor:

@@ -22,18 +22,6 @@ from bigdit.optim.groups import LR_FACTOR, Groups, groups
 from bigdit.optim.muon import Muon
 from bigdit.strategy import OptimizerSpec
 
-__all__ = [
-    "averaged",
-    "build",
-    "effective_lr",
-    "group_state",
-    "groups",
-    "make_state",
-    "set_lr",
-    "step_alone",
-    "step_in_backward",
-]
-
 _GROUP_STATE = ("k", "weight_sum", "lr_max", "d", "d_max", "d_numerator")
 """State of schedule-free and Prodigy that is equal in all groups: steps, sums of weights of the average, the
 estimate."""
@@ -163,14 +151,14 @@ def step_in_backward(
 
 def step_alone(optimizer: Optimizer, param: torch.Tensor) -> None:
     """Step `param` alone, which has a gradient, with the settings of its group."""
-    groups = optimizer.param_groups
+    before = optimizer.param_groups
     # By identity: tensors compare by their values. ZeRO-3 empties the groups between steps: then the first is used.
-    own = next((group for group in groups[1:] if any(map(partial(is_, param), group["params"]))), groups[0])
+    own = next((group for group in before[1:] if any(map(partial(is_, param), group["params"]))), before[0])
     optimizer.param_groups = [own | {"params": [param]}]
     try:
         optimizer.step()
     finally:
-        optimizer.param_groups = groups
+        optimizer.param_groups = before
 
 
 @torch.no_grad()

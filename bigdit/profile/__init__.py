@@ -11,6 +11,6 @@
 5. Values of small tensors cost two thirds of the time. An attempt goes without them first. If the forward pass
    read nothing on the CPU, no byte can depend on a value. Else it runs with them, as all do that differ only in sizes.
 6. Of several processes only the first one runs, in a group that needs no peers.
-7. A profile takes the two steps under `record`. The allocator's history has each block, the recorder says what it
+7. A profile takes the two steps under `record`. The allocator's history has each block, `watch.py` says what it
    is, and the categories of a phase sum to torch's own peak.
 """

@@ -183,11 +183,10 @@ def request_for(
 ) -> StepRequest:
     """One strategy of `model` on `gpu`, at `resolution` (a side, or height and width) and `frames` of a video.
 
-    Both default to the model's own. Raises UserError for a model without a training step, pixels that do not fit it and
-    tokens that cannot be split; also for a precision, or FP8, that the GPU does not compute.
+    Both default to the model's own. Raises UserError for pixels that do not fit the model and tokens that cannot
+    be split; also for a precision, or FP8, that the GPU does not compute.
     """
-    problems = [*model_problems(model), *precision_problems(gpu, strategy.precision)]
-    problems += float8_problems(gpu, strategy.float8)
+    problems = [*precision_problems(gpu, strategy.precision), *float8_problems(gpu, strategy.float8)]
     if problems:
         raise UserError(*problems)
     model = model if strategy.controlnet is None else with_controlnet(model, strategy.controlnet)
@@ -216,10 +215,3 @@ def check(request: StepRequest) -> None:
         raise UserError(why)
     if not online and request.encoders is not None:
         raise UserError("encoders were given, and strategy.features is cached, which needs none; set it to online")
-
-
-def model_problems(model: CatalogModel) -> list[str]:
-    """Why `model` has no training step; empty if it has one."""
-    if model.obstacle is None:
-        return []
-    return [f"{model.name} cannot be planned: {model.obstacle} (`bigdit models` lists those that can)"]

@@ -43,9 +43,9 @@ from bigdit.profile.attempt import (
 )
 from bigdit.profile.steps import STEPS, Built, Witness, group, prepare, raw_batch, take, training
 from bigdit.profile.unwritten import large_uncomputed, unwritten, unwritten_weights
+from bigdit.profile.watch import Watch, watching_fsdp2
 from bigdit.record.costs import Counting, watching_linear
 from bigdit.record.recorder import History, Recorder
-from bigdit.record.watch import Watch, watching_fsdp2
 from bigdit.strategy import FACTORED, PACKAGES, Strategy
 
 if TYPE_CHECKING:
@@ -101,9 +101,9 @@ def _steps(job: AttemptJob, built: Built, watch: _Watch) -> None:
     watch.params = workload.params
     blocks = workload.family.blocks(workload.model)
     watch.block_bytes = tuple(sum(each.nbytes for each in block.parameters()) for block in blocks)
-    with group(request.strategy) as world, nullcontext() if job.counted == "nothing" else watching_linear():
+    with group(request.strategy), nullcontext() if job.counted == "nothing" else watching_linear():
         fed = replace(workload, make=unwritten(workload.make))
-        steps = training(fed, DEVICE, world, watch)
+        steps = training(fed, DEVICE, watch)
         for step in range(1, STEPS + 1):
             watch.launched.clear()
             # With ZeRO-3 later steps have a few small broadcasts less: DeepSpeed compares its traces of modules once.
@@ -225,8 +225,8 @@ def recorded(request: StepRequest, built: Built, snapshot: str | None = None) ->
         with unwritten_weights(), large_uncomputed():
             workload = prepare(request, built)
             watching = watching_fsdp2(marks.recorder) if strategy.engine == "fsdp2" else nullcontext()
-            with group(strategy) as world, marks.recorder, watching:
-                for _ in itertools.islice(training(workload, device, world, marks), STEPS):
+            with group(strategy), marks.recorder, watching:
+                for _ in itertools.islice(training(workload, device, marks), STEPS):
                     pass
                 marks.watch.close()
                 timeline, host_timeline = marks.recorder.timeline(), marks.recorder.host_timeline()

@@ -19,12 +19,11 @@ from torch import nn
 from bigdit import engines, models
 from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.catalog.families import LOSS_MASK
-from bigdit.dist import World, world_from_env
 from bigdit.engines import Ema, Engine
 from bigdit.loader.batch import Batch, RawBatch, read_ahead
 from bigdit.models import Family
 from bigdit.profile.attempt import StepRequest
-from bigdit.record.watch import Watch
+from bigdit.profile.watch import Watch
 from bigdit.strategy import BatchShape, Strategy
 from bigdit.train.step import Encode, encode, train_step
 
@@ -116,7 +115,7 @@ class Witness:
         return encode
 
 
-def training(workload: Workload, device: torch.device, world: World, witness: Witness) -> Iterator[bool]:
+def training(workload: Workload, device: torch.device, witness: Witness) -> Iterator[bool]:
     """Start the engine, then take a step on `device` for each `next`, without end; yields whether it was taken.
 
     If the engine needs a process group, it must exist, of torch's fake backend or a real one.
@@ -126,7 +125,7 @@ def training(workload: Workload, device: torch.device, world: World, witness: Wi
         witness.built(workload.model, frozen)
         if frozen is not None:  # before the engine takes the model, as in the trainer, which compares them
             frozen.to(device)
-        engine = engines.create(strategy, workload.model, workload.family, device=device, world=world)
+        engine = engines.create(strategy, workload.model, workload.family, device=device)
         ema = engines.ema_of(engine)
         watch = witness.started(engine, ema)
         encoding = None
@@ -156,19 +155,20 @@ def take(steps: Iterator[bool]) -> None:
 
 
 @contextmanager
-def group(strategy: Strategy) -> Iterator[World]:
+def group(strategy: Strategy) -> Iterator[None]:
     """The process group of the strategy: all ranks that torchrun started, or the first rank alone."""
     if strategy.engine == "single":
-        yield World()
+        yield
     elif dist.is_torchelastic_launched():
         dist.init_process_group("cpu:gloo,cuda:nccl")
-        yield world_from_env()
+        yield
         dist.barrier()  # the store ends with rank 0, and others may still read it
     else:
-        yield _first_of(strategy.world_size)
+        _start_first_of(strategy.world_size)
+        yield
 
 
-def _first_of(size: int) -> World:
+def _start_first_of(size: int) -> None:
     """NCCL over a store without peers; collectives of CPU tensors use torch's fake backend."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
@@ -178,7 +178,6 @@ def _first_of(size: int) -> World:
     # Since torch 2.15 the group has its device from the start, and subgroups are split from it, which asks the peers.
     # Without a device, each subgroup is a new group with a known size.
     dist.distributed_c10d._get_default_group().bound_device_id = None
-    return World(rank=0, local_rank=0, world_size=size)
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -1,5 +1,5 @@
 """Two steps recorded on a GPU, emulated or real: storages by category and phase, and the work of operators.
 
-The result is a Timeline, which `memory` sums up. `recorder` sees storages and the allocator's history, `watch` knows
-what they are, `costs` counts operators.
+The result is a Timeline, which `memory` sums up. `recorder` sees storages and the allocator's history, `costs` counts
+operators. `profile/watch.py` marks what the storages are.
 """

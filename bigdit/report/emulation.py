@@ -186,9 +186,13 @@ def _show_run(run: EmulatedRun, emulation: Emulation) -> None:
     if run.holds(account):
         log.out.print()
         log.out.print(tensors_of(gpu.tensors, f"largest tensors at the peak, in {gpu.peak_phase}"))
-    if any(work(account).values()):
+    counts = work(account)
+    if any(counts.values()):
+        rows = table("work a step", ["", "count"], ["count"])
+        for name, count in counts.items():
+            rows.add_row(WORK[name], f"{count:,}")
         log.out.print()
-        log.out.print(work_table(account))
+        log.out.print(rows)
 
 
 def processes(run: EmulatedRun, emulation: Emulation) -> Table:
@@ -221,13 +225,6 @@ def phases(gpu: GpuAccount) -> Table:
     for phase in gpu.phases:
         mark = "◂ " if phase.phase == gpu.peak_phase else ""
         rows.add_row(phase.phase, mark + gib(phase.peak_allocated_bytes), gib(phase.peak_reserved_bytes))
-    return rows
-
-
-def work_table(account: Account) -> Table:
-    rows = table("work a step", ["", "count"], ["count"])
-    for name, count in work(account).items():
-        rows.add_row(WORK[name], f"{count:,}")
     return rows
 
 

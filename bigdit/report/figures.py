@@ -16,7 +16,7 @@ from bigdit.files import replacing
 from bigdit.memory import CUDA_GRANULARITY, Category, Timeline
 from bigdit.report.words import samples
 from bigdit.search.plan import Plan
-from bigdit.units import GIB, KIB, MIB, gib
+from bigdit.units import GIB, gib, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,7 +85,7 @@ def timeline_figure(
     live = live_bytes(timeline)
     total = live.sum(axis=0)
     peak = int(total.argmax())
-    unit, name = _scale(int(total[peak]))
+    unit, name = unit_of(int(total[peak]))
     figure, axes = canvas(12, 5.6)
     axes.set_title(title, loc="left")
     axes.set_ylabel(f"allocated, {name}")
@@ -112,13 +112,6 @@ def columns(total: Bytes, most: int = MOST_COLUMNS) -> Bytes:
     edges = np.unique(np.linspace(0, len(total), most, dtype=np.int64))
     highest = [start + int(total[start:stop].argmax()) for start, stop in itertools.pairwise(edges)]
     return np.unique([*highest, len(total) - 1])
-
-
-def _scale(nbytes: int) -> tuple[int, str]:
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if nbytes >= unit:
-            return unit, name
-    return 1, "bytes"
 
 
 def _draw_categories(axes: Axes, live: Bytes, at: Bytes, peak: int, unit: int) -> None:

@@ -52,7 +52,8 @@ def inline(figure: Figure, name: str, title: str, description: str) -> Markup:
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
     text = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r"font(-family)?: [^;\"]*?(?=[;\"])", _font, text)
-    for colour, value in _on_page().items():
+    on_page = {colour: f"var({variable(category)})" for category, colour in COLOURS.items()}
+    for colour, value in (on_page | {"#000000": "currentColor", "#ffffff": "var(--paper)"}).items():
         text = re.sub(re.escape(colour), value, text, flags=re.IGNORECASE)
     label = Markup('<svg role="img" aria-labelledby="{0}-title {0}-desc"').format(name)
     head = Markup('<title id="{0}-title">{1}</title><desc id="{0}-desc">{2}</desc>').format(name, title, description)
@@ -65,9 +66,3 @@ def _font(style: re.Match[str]) -> str:
     size = re.search(r"[\d.]+px", style[0])
     weight = "font-weight: bold; " if "bold" in style[0] or " 700 " in style[0] else ""
     return f"{weight}font-size: {size[0]}" if size else ""
-
-
-def _on_page() -> dict[str, str]:
-    """Colours of the figure, and their CSS values on the page."""
-    named = {colour: f"var({variable(category)})" for category, colour in COLOURS.items()}
-    return named | {"#000000": "currentColor", "#ffffff": "var(--paper)"}

@@ -5,5 +5,3 @@ The model of a checkpoint, a run's base model, or the model that trains generate
 
 from bigdit.sampling.conditions import SamplingOptions
 from bigdit.sampling.sampler import Base, Sampler
-
-__all__ = ["Base", "Sampler", "SamplingOptions"]

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.context import degrees
-from bigdit.config.plan_file import Asked, Expected, Fewer, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
+from bigdit.config.plan_file import Asked, Expected, Fewer, LargestMicroBatch, PlanFile, text_digest
 from bigdit.config.strategy_text import MOST_MICRO_BATCH, PRESETS
 from bigdit.documents import Count, Natural, Positive, Side, Switch
 from bigdit.encoders.host_bytes import HostWeights
@@ -469,7 +469,8 @@ def record(plan: Plan, run: str | None = None) -> PlanFile:
         micro_batch_sizes=plan.buckets,
         smaller=plan.smaller,
         without_machine=plan.without_machine,
-        ledger=RecordedLedger.model_validate(plan.ledger.model_dump(mode="json")),
+        phases={phase.phase: phase.peak_bytes for phase in plan.ledger.phases},
+        encoder_bytes=max(phase.at_peak.get("encoder", 0) for phase in plan.ledger.phases),
         versions=plan.versions,
         catalogue=plan.catalogue,
         run_digest=None if run is None else text_digest(run),

@@ -22,7 +22,6 @@ from bigdit.catalog.models import aspect_sizes
 from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.profile.attempt import model_problems
 from bigdit.search.plan import Constraints, EngineChoice, ResolvedRequest
 from bigdit.search.request import PlanRequest, Size, option
 from bigdit.speed.seconds import Cluster
@@ -334,8 +333,8 @@ def fitting_shape(
 
 
 def model_fits(model: CatalogModel, fixed: Constraints, shape: BatchShape | None) -> list[str]:
-    """Problems of the model: it cannot be planned, has fewer blocks, or its encoders are needed and unknown."""
-    problems = model_problems(model)
+    """Problems of the model: it has fewer blocks, or its encoders are needed and unknown."""
+    problems: list[str] = []
     blocks, most = fixed.checkpointed_blocks, model.block_count
     if isinstance(blocks, int) and most and blocks > most:
         problems.append(f"--checkpointed-blocks is {blocks}, and {model.name} has {most} blocks; use {most} or all")

@@ -5,5 +5,3 @@ its sources: by names, sizes and times, and by content if only times differ.
 """
 
 from bigdit.store.store import FeatureStore
-
-__all__ = ["FeatureStore"]

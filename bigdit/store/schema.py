@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, model_validator
 
 from bigdit.catalog.families import Editor, editor_of
-from bigdit.documents import read_json
+from bigdit.documents import differences, read_json
 from bigdit.errors import UserError, nearest
 from bigdit.files import create_text
 from bigdit.sources.protocol import Sample, Unusable
@@ -282,9 +282,11 @@ def as_read(schema: StoreSchema) -> StoreSchema:
 def check_same(root: Path, found: StoreSchema | None, requested: StoreSchema) -> None:
     """Raise UserError, which names the keys that differ, if the schema `found` at `root` is not the `requested` one."""
     there = found.model_dump(mode="json") if found else {}
-    if differences := _differences(there, requested.model_dump(mode="json")):
+    different = list(differences(there, requested.model_dump(mode="json")))
+    if different:
+        lines = [line for each in different for line in _difference(*each)]
         raise UserError(
-            f"data.features: {root} was encoded with other settings: {'; '.join(differences)}; "
+            f"data.features: {root} was encoded with other settings: {'; '.join(lines)}; "
             f"choose another data.features, or delete this folder"
         )
 
@@ -297,19 +299,15 @@ def _digest(value: Any) -> str:
     return lines_digest([json.dumps(value, sort_keys=True).encode()])
 
 
-def _differences(found: Any, requested: Any, name: str = "") -> list[str]:
-    """A message for each key that differs, with both values."""
-    if isinstance(found, dict) and isinstance(requested, dict):
-        keys = sorted(found.keys() | requested.keys())
-        dotted = f"{name}." if name else ""
-        return [line for key in keys for line in _differences(found.get(key), requested.get(key), f"{dotted}{key}")]
+def _difference(name: str, found: Any, requested: Any) -> list[str]:
+    """Messages for a key that differs, with both values."""
     if isinstance(found, list) and isinstance(requested, list) and name == "classes":
         pairs = enumerate(itertools.zip_longest(found, requested))
         first = ((at, here, there) for at, (here, there) in pairs if here != there)
         return [f"{name}[{at}] is {here!r} there and {there!r} in this run" for at, here, there in first][:1]
     if isinstance(found, list) and isinstance(requested, list) and name == "sources":
         return _other_sources(found, requested)
-    return [] if found == requested else [f"{name} is {found} there and {requested} in this run"]
+    return [f"{name} is {found} there and {requested} in this run"]
 
 
 def _other_sources(found: list[dict[str, Any]], requested: list[dict[str, Any]]) -> list[str]:

@@ -117,7 +117,7 @@ def planned_memory(plan: PlanFile | None, strategy: Strategy, device: str) -> Pl
         return None
     return PlannedMemory(
         resolution=plan.request.resolution,
-        phases={phase.phase: phase.peak_bytes for phase in plan.ledger.phases},
+        phases=plan.phases,
         peak_allocated_bytes=plan.expected.peak_allocated_bytes,
         peak_reserved_bytes=plan.expected.peak_reserved_bytes,
     )

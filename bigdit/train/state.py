@@ -89,7 +89,7 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
     meter = MemoryMeter(device)
     compiled = compile_notices(strategy, sum(samples > 0 for samples in data.order.samples_of_epoch))
     log_lines(world, [*float8_notices(model, family, strategy), *compiled], notes=True)
-    engine = engines.create(strategy, model, family, device=device, world=world)
+    engine = engines.create(strategy, model, family, device=device)
     ema = engines.ema_of(engine)
     if found is not None:
         checkpoint.restore(found, engine, peers, ema)

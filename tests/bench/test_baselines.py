@@ -9,7 +9,6 @@ from commands import DIGITS, SINGLE, TINY
 from bigdit import engines
 from bigdit.bench.step import bench_step, plain_steps
 from bigdit.config.stages import load_run
-from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.steps import batch, build
@@ -44,7 +43,7 @@ def test_the_plain_loop_trains_as_the_engine_does(changed):
     family, device = own.family, torch.device("cpu")
     micro_batches = [batch(SHAPE, strategy)] * strategy.grad_accum_steps
     steps = plain_steps(plain, repeat(micro_batches), device)
-    engine = engines.create(strategy, own.model, family, device=device, world=World())
+    engine = engines.create(strategy, own.model, family, device=device)
     torch.manual_seed(0)  # for stochastic rounding
     found = [next(steps).loss for _ in range(3)]
     torch.manual_seed(0)

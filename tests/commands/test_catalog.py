@@ -14,7 +14,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bigdit import log
-from bigdit.catalog.families import PIPELINES
 from bigdit.catalog.models import models as catalogued
 from bigdit.commands import doctor, gpus, models
 from bigdit.errors import UserError
@@ -49,36 +48,12 @@ def test_models_read_well_at_80_columns(printed):
     text = printed(models.run)
     assert "\x1b" not in text
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert " ".join(row(text, "sana-1600m-1024")) == "sana-1600m-1024 1.604 B 20 1024 32×32×32 300×2304 train"
-    assert row(text, "flux.1-dev")[3:] == ["19+38", "1024", "16×128×128", "512×4096", "train"]
-    assert [row(text, name)[-1] for name in ("cogview4-6b", "flux.2-dev", "dit-xl-2")] == ["train"] * 3
-    assert row(text, "ltx-video-0.9")[-2:] == ["128×4096", "train"]
-    assert row(text, "wan2.1-i2v-14b-480p")[-1] == "train"
-    assert row(text, "dit-xl-2-paper")[1:] == ["674.8", "M", "28", "256", "4×32×32", "–", "train"]
+    assert " ".join(row(text, "sana-1600m-1024")) == "sana-1600m-1024 1.604 B 20 1024 32×32×32 300×2304"
+    assert row(text, "flux.1-dev")[3:] == ["19+38", "1024", "16×128×128", "512×4096"]
+    assert row(text, "ltx-video-0.9")[-1] == "128×4096"
+    assert row(text, "dit-xl-2-paper")[1:] == ["674.8", "M", "28", "256", "4×32×32", "–"]
     assert all(row(text, each.name) for each in catalogued())  # no name is broken
     assert "98 models" in text
-
-
-def test_what_is_in_the_way_of_extraction_is_reported(monkeypatch):
-    """A row that points to --json has its reason there."""
-    assert all(m["extractable"] for m in json.loads(options(models.run, "--json").stdout))
-    monkeypatch.delitem(PIPELINES, "CogView4Transformer2DModel")
-    shown = json.loads(options(models.run, "--json").stdout)
-    elsewhere = {m["spec"]["name"]: m["extract_obstacle"] for m in shown if not m["extractable"]}
-    assert elsewhere.keys() == {"cogview4-6b"}
-    assert "cannot encode the text of its encoder glm-4-9b" in elsewhere["cogview4-6b"]
-    assert not [m for m in shown if m["extractable"] and m["extract_obstacle"]]
-
-
-def test_legends_are_of_what_is_shown(monkeypatch):
-    monkeypatch.delitem(PIPELINES, "CogView4Transformer2DModel")
-    legends = {"sana-600m": [], "cogview": ["for train*: `bigdit extract` cannot encode its text", "reasons: --json"]}
-    for containing, more in legends.items():
-        text = options(models.run, "--filter", containing).stdout
-        assert "for train: " in text
-        assert "for plan: " not in text
-        assert all(line in text for line in more)
-        assert ("train*" in text) is bool(more)
 
 
 def test_gpus_read_well_at_80_columns(printed):
@@ -95,14 +70,9 @@ def test_gpus_read_well_at_80_columns(printed):
 def test_filter_and_json():
     shown = json.loads(options(models.run, "--filter", "Sana-1600M", "--json").stdout)
     assert [m["spec"]["name"] for m in shown] == [f"sana-1600m-{n}" for n in (512, 1024, 2048, 4096)]
-    assert shown[1]["trainable"] is True
-    assert (shown[1]["obstacle"], shown[1]["training_obstacle"]) == (None, None)
     assert shown[1]["text"]["tokens"] == 300
     (flux,) = json.loads(options(models.run, "--filter", "flux.1-dev", "--json").stdout)
-    assert (flux["plannable"], flux["trainable"], flux["obstacle"]) == (True, True, None)
-    assert (flux["extractable"], flux["text_pipeline"]) == (True, "FluxPipeline")
-    (image,) = json.loads(options(models.run, "--filter", "wan2.1-i2v", "--json").stdout)
-    assert (image["plannable"], image["trainable"], image["training_obstacle"]) == (True, True, None)
+    assert flux["text_pipeline"] == "FluxPipeline"
     (a40,) = json.loads(options(gpus.run, "--filter", "a40", "--json").stdout)[-1:]
     assert a40["sources"]["usable"]
     hopper = json.loads(options(gpus.run, "--filter", "hopper", "--json").stdout)

@@ -179,7 +179,7 @@ class Run:
             param.data.normal_(std=0.1, generator=generator)
         self.extras = self.family.extras(model) | (self.family.first(model) if name.endswith("begins") else {})
         models.equip(model, self.family, chosen, backend="aot_eager")
-        self.engine = engines.create(chosen, model, self.family, device=torch.device("cpu"), world=world)
+        self.engine = engines.create(chosen, model, self.family, device=torch.device("cpu"))
 
     def gradients(self) -> tuple[float, dict[str, torch.Tensor]]:
         """The loss and each gradient of the first step, by torch alone."""

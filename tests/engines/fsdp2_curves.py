@@ -55,16 +55,16 @@ def batch(spec: ModelSpec, step: int, world: World) -> Batch:
     )
 
 
-def start(spec: ModelSpec, chosen: Strategy, world: World) -> tuple[engines.Engine, models.Family]:
+def start(spec: ModelSpec, chosen: Strategy) -> tuple[engines.Engine, models.Family]:
     family = models.family(spec.class_name)
     model = models.build(spec, device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
     models.equip(model, family, chosen, backend="aot_eager")
-    return engines.create(chosen, model, family, device=torch.device("cpu"), world=world), family
+    return engines.create(chosen, model, family, device=torch.device("cpu")), family
 
 
 def curve(spec: ModelSpec, chosen: Strategy, world: World) -> list[float]:
     """The mean loss over all processes at each step."""
-    engine, family = start(spec, chosen, world)
+    engine, family = start(spec, chosen)
     if chosen.precision == "fp16":  # neither overflows here: a process's own mean is of fewer samples, and larger
         engine.scaler.scale = 1024.0
     losses = []
@@ -83,7 +83,7 @@ def alone(spec: ModelSpec, chosen: Strategy) -> list[float]:
 
 def overflow(world: World) -> dict[str, object]:
     """One process's gradients are too large for fp16. Returns whether all skip the step and halve the scale."""
-    engine, family = start(SANA, strategy(2, precision="fp16", gradient_clipping=1.0), world)
+    engine, family = start(SANA, strategy(2, precision="fp16", gradient_clipping=1.0))
     before = [master.detach().clone() for master in engine.masters]
     fed = batch(SANA, 0, world)
     if world.rank == 1:

@@ -34,7 +34,7 @@ ADAPTERS = {"lora": LoraSpec(rank=3), "precision": "bf16"}
 def begun(name: OptimizerName, world: World, **options: object) -> Engine:
     optimizer = OptimizerSpec(name=name, lr=RATES[name], weight_decay=0.01, decayed="matrices")
     options = {"gradient_clipping": 1.0} | options
-    return start(SANA, strategy(world.world_size, optimizer=optimizer, **options), world)
+    return start(SANA, strategy(world.world_size, optimizer=optimizer, **options))
 
 
 def taken(begun: tuple, world: World, first: int, last: int) -> None:

@@ -30,7 +30,7 @@ def weights(optimizer: str, world: World, seed: int) -> list[torch.Tensor]:
         precision="bf16_sr",
         optimizer=OptimizerSpec(name=optimizer, lr=1e-2),
     )
-    engine, family = start(SANA, chosen, world)
+    engine, family = start(SANA, chosen)
     for step in range(STEPS):
         torch.manual_seed(step_seed(seed, step))  # as the trainer does
         train_step(engine, family, FlowMatchingSpec(), [batch(SANA, step, world)], lr=1e-2)

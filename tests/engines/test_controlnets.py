@@ -38,7 +38,7 @@ def trained(world, preset, **more):
     model = models.build(SPEC, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
     models.equip(model, family, strategy, backend="aot_eager")
     frozen = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("controlnet."))
-    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"))
     ema, losses = engines.ema_of(engine), []
     for step in range(4):
         both = [batch(10 * step + number) for number in range(2)]

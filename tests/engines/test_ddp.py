@@ -37,7 +37,7 @@ def trained(spec, world, **more):
     shared |= {"engine": "ddp" if count > 1 else "single", "world_size": count, "grad_accum_steps": 2 // count}
     strategy = Strategy(**shared | more)
     family, model = equipped(strategy, spec)
-    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"))
     losses = []
     for step in range(4):
         both = [batch(spec, 10 * step + number) for number in range(2)]
@@ -67,7 +67,7 @@ def unused():
     # Each process has a gradient of another adapter, and none of the third.
     strategy = Strategy(engine="ddp", world_size=2, lora=LoraSpec(rank=4), gradient_clipping=None)
     family, model = equipped(strategy, SANA)
-    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"))
     mine = engine.masters[world.rank], [p for p in model.parameters() if p.requires_grad][world.rank]
     loss = (mine[1].float() - 9).square().sum()
     engine.backward(loss, last=True)

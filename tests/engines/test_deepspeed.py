@@ -37,7 +37,7 @@ def curve(spec, strategy, world):
     family = models.family(spec.class_name)
     model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy))
     models.equip(model, family, strategy)
-    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"))
     losses = []
     for step in range(3):
         result = train_step(engine, family, FlowMatchingSpec(), list(batches(strategy, world.rank, step)), lr=1e-3)

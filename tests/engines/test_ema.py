@@ -12,7 +12,6 @@ from two_processes import answer_of_two
 from whole import full_weights
 
 from bigdit import checkpoint, engines, models
-from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import FlowMatchingSpec
@@ -39,7 +38,7 @@ def averaged(strategy, steps=6):
     """(the engine's EMA, the recurrence in fp64) after a few steps, by parameter."""
     family = models.family(MODEL.class_name)
     model = models.build(MODEL, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
-    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=World())
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"))
     ema = engines.ema_of(engine)
     expected = {name: weight.double() for name, weight in full_weights(engine).items()}
     generator = torch.Generator().manual_seed(0)
@@ -126,7 +125,6 @@ def test_an_ema_of_bf16_weights_without_masters_is_fp32():
         models.build(MODEL, device="cpu", dtype=torch.bfloat16, seed=0),
         models.family(MODEL.class_name),
         device=torch.device("cpu"),
-        world=World(),
     )
     engine.masters = [master.bfloat16() for master in engine.masters]
     ema = engines.ema_of(engine)
@@ -169,7 +167,7 @@ for engine_name, ds_config in (("fsdp2", None), ("deepspeed", document)):
     )
     family = models.family(MODEL.class_name)
     model = models.build(MODEL, device="cpu", dtype=torch.bfloat16, seed=0)
-    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"))
     ema = engines.ema_of(engine)
     expected = {name: weight.double() for name, weight in full_weights(engine).items()}
     count = sum(weight.numel() for weight in expected.values())

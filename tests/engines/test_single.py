@@ -7,7 +7,6 @@ from tiny_models import THREE_BLOCKS as WIDE  # with weights of at least 4,096 e
 from whole import full_weights
 
 from bigdit import checkpoint, engines, models
-from bigdit.dist import World
 from bigdit.engines import backward, single
 from bigdit.engines.backward import LossScaler
 from bigdit.engines.state import state_slices
@@ -20,7 +19,7 @@ from bigdit.train.step import train_step
 def adapted(strategy):
     """An engine over fresh weights with the strategy's adapters, and its family."""
     family, model = equipped(strategy, WIDE)
-    return engines.create(strategy, model, family, device=torch.device("cpu"), world=World()), family
+    return engines.create(strategy, model, family, device=torch.device("cpu")), family
 
 
 def step(engine, family, lr=1e-3):
@@ -223,6 +222,6 @@ def resume(found, strategy):
     family = models.family(WIDE.class_name)
     model = models.build(WIDE, device="cpu", dtype=engines.compute_dtype(strategy), seed=1)
     checkpoint.load_weights(found, model)
-    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=World())
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"))
     checkpoint.restore(found, engine, checkpoint.Peers())
     return engine, family

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from commands import DIGITS, TINY
 
-from bigdit.config.plan_file import Asked, Expected, Phase, PlanFile, RecordedLedger, write_plan_file
+from bigdit.config.plan_file import Asked, Expected, PlanFile, write_plan_file
 from bigdit.config.strategy_text import parse_strategy
 from bigdit.errors import UserError, versions
 from bigdit.search.of_run import section
@@ -49,7 +49,8 @@ def made_up(model, batch, strategy, *, gpus_per_node=8, verdict="FITS", expandab
             host_bytes=1 << 30,
         ),
         micro_batch_sizes=(),
-        ledger=RecordedLedger(granularity=512, phases=(Phase(phase="step", peak_bytes=9, end_bytes=9, at_peak={}),)),
+        phases={"step": 9},
+        encoder_bytes=0,
         versions=versions(),
         catalogue="0123456789abcdef",
     )

@@ -38,7 +38,7 @@ def started(wanted, world, *, seed=0, found=None):
         checkpoint.check_resumable(found, SANA, wanted)
         checkpoint.verify(found, peers)
         checkpoint.load_weights(found, model)
-    engine = engines.create(wanted, model, family, device=CPU, world=world)
+    engine = engines.create(wanted, model, family, device=CPU)
     ema = engines.ema_of(engine)
     if found is not None:
         checkpoint.restore(found, engine, peers, ema)

@@ -7,7 +7,6 @@ from tiny_models import SANA, SHAPE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigdit import engines, models
-from bigdit.dist import World
 from bigdit.loader.batch import Batch
 
 
@@ -15,7 +14,7 @@ def started(strategy, spec=SANA, seed=0):
     """An engine over fresh weights, and its family."""
     family = models.family(spec.class_name)
     model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
-    return engines.create(strategy, model, family, device=torch.device("cpu"), world=World()), family
+    return engines.create(strategy, model, family, device=torch.device("cpu")), family
 
 
 def equipped(strategy, spec=SANA, seed=0):

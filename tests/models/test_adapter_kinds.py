@@ -15,7 +15,6 @@ from tiny_loras import spec_of
 from tiny_models import SANA
 
 from bigdit import engines, models
-from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.models import comfyui
 from bigdit.models.lora import apply_lora
@@ -33,7 +32,7 @@ RULES = {"transformer_blocks.0.attn?.to_q": 4, "to_out.0": 3}
 def test_they_learn_from_the_base_on(kind, base):
     strategy = Strategy(lora=LoraSpec(kind=kind, rank=2, alpha=4, base=base), optimizer=OptimizerSpec(lr=3e-2))
     family, model = equipped(strategy)
-    engine = engines.create(strategy, model, family, device=CPU, world=World())
+    engine = engines.create(strategy, model, family, device=CPU)
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     _, plain = equipped(Strategy(lora=LoraSpec(base=base)))
     batch = one_batch().to(CPU, torch.bfloat16)

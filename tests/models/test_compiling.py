@@ -13,7 +13,6 @@ from tiny_models import DIT, SANA, SHAPE, WAN
 from torch._dynamo.utils import counters
 
 from bigdit import catalog, engines, models
-from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.models.equip import CompiledGraphs, compile_blocks, compile_errors
 from bigdit.objective_spec import FlowMatchingSpec
@@ -41,7 +40,7 @@ def losses(strategy, spec=FOUR_BLOCKS):
     family = models.family(spec.class_name)
     model = models.build(spec, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
     models.equip(model, family, strategy, backend="aot_eager")
-    engine = engines.create(strategy, model, family, device=CPU, world=World())
+    engine = engines.create(strategy, model, family, device=CPU)
     return [float(train_step(engine, family, FlowMatchingSpec(), [one_batch(step)], lr=1e-2).loss) for step in range(3)]
 
 

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from whole import full_weights
 
 from bigdit import engines, models, objectives
-from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.models.packing import pack, positions, unpack
@@ -148,7 +147,7 @@ def test_steps_are_those_of_diffusers_controlnet_written_by_hand(class_name, blo
     more = {"checkpointed_blocks": blocks, "compile_blocks": compiled}
     strategy = Strategy(precision="fp32", optimizer=optimizer, controlnet=asked, gradient_clipping=None, **more)
     model = models.equip(copy.deepcopy(transformer), family, strategy, backend="aot_eager")
-    engine = engines.create(strategy, model, family, device=CPU, world=World())
+    engine = engines.create(strategy, model, family, device=CPU)
     batch, seen = a_batch(kwargs), []
 
     def noted(latents, t):
@@ -184,7 +183,7 @@ def losses(class_name, base="bf16", **settings):
     spec, family = ModelSpec(name="tiny", class_name=class_name, kwargs=kwargs), models.family(class_name)
     strategy = Strategy(controlnet=asked.model_copy(update={"base": base}), checkpointed_blocks="all", **settings)
     model = models.build(spec, device=CPU, dtype=engines.compute_dtype(strategy), seed=0)
-    engine = engines.create(strategy, models.equip(model, family, strategy), family, device=CPU, world=World())
+    engine = engines.create(strategy, models.equip(model, family, strategy), family, device=CPU)
     steps = [train_step(engine, family, FlowMatchingSpec(), [a_batch(kwargs)], lr=1e-2).loss for _ in range(4)]
     return [float(each) for each in steps], model
 

@@ -11,7 +11,6 @@ from stepping import one_batch
 from tiny_models import DIT, SANA
 
 from bigdit import catalog, engines, models
-from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.models.float8 import check_gpu, float8_notices
 from bigdit.objective_spec import FlowMatchingSpec
@@ -39,7 +38,7 @@ def losses(**printed):
     family = models.family(SANA.class_name)
     model = models.build(wider(num_layers=4), device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
     models.equip(model, family, strategy, backend="aot_eager")
-    engine = engines.create(strategy, model, family, device=CPU, world=World())
+    engine = engines.create(strategy, model, family, device=CPU)
     return [float(train_step(engine, family, FlowMatchingSpec(), [one_batch(step)], lr=1e-2).loss) for step in range(5)]
 
 

@@ -14,6 +14,7 @@ from views import counted_flops, rows_of_linears, written_views
 
 from bigdit import models
 from bigdit.catalog import FAMILIES
+from bigdit.catalog.families import mask_of
 from bigdit.loader.batch import Batch
 from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.float8 import of_tokens
@@ -243,7 +244,9 @@ def test_blocks_are_all_lists_of_blocks_in_the_order_of_the_forward_pass(class_n
 @pytest.mark.parametrize("class_name", TINY)
 def test_the_catalogue_names_the_same_inputs(class_name: str) -> None:
     fed = Fed(class_name)
-    assert tuple(fed.family.extras(fed.model)) == FAMILIES[class_name].further_inputs
+    inputs = FAMILIES[class_name]
+    streams = (each for name in inputs.streams for each in (name, mask_of(name)))
+    assert tuple(fed.family.extras(fed.model)) == (*inputs.extras, *streams)
 
 
 @pytest.mark.parametrize("class_name", [name for name in TINY if FAMILIES[name].text_dim])

@@ -17,7 +17,6 @@ from whole import full_weights
 
 from bigdit import engines, models
 from bigdit.config.stages import load_run
-from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.models.lora import dequantised, quantised
 from bigdit.models.lora_files import FILE as ADAPTERS
@@ -34,7 +33,7 @@ CPU = torch.device("cpu")
 def test_adapters_learn_and_the_base_stays(base):
     strategy = Strategy(lora=LoraSpec(rank=4, base=base), optimizer=OptimizerSpec(lr=1e-2))
     family, model = equipped(strategy)
-    engine = engines.create(strategy, model, family, device=CPU, world=World())
+    engine = engines.create(strategy, model, family, device=CPU)
     frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     losses = [train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(6)]
     assert losses[-1] < losses[0] - 0.05
@@ -69,7 +68,7 @@ def test_magnitudes_learn_next_to_the_adapters_and_start_as_the_base(base):
     predictions, batch = [], one_batch().to(CPU, torch.bfloat16)
     for strategy in (plain, dora):
         family, model = equipped(strategy)
-        engine = engines.create(strategy, model, family, device=CPU, world=World())
+        engine = engines.create(strategy, model, family, device=CPU)
         predictions.append(family.predict(engine.model, batch.latents.bfloat16(), torch.tensor([0.2, 0.7]), batch))
     torch.testing.assert_close(*predictions, rtol=0.02, atol=0.02)  # for norms that are rounded to bf16
     before = {
@@ -96,7 +95,7 @@ def test_a_quantised_base_has_nearly_the_same_predictions_and_gradients(base, re
     for kept in ("bf16", base):
         strategy = Strategy(lora=LoraSpec(base=kept), checkpointed_blocks=recomputed)
         family, model = equipped(strategy)
-        engine = engines.create(strategy, model, family, device=CPU, world=World())
+        engine = engines.create(strategy, model, family, device=CPU)
         batch = one_batch().to(CPU, torch.bfloat16)
         latents = batch.latents.bfloat16()
         predictions.append(family.predict(engine.model, latents, torch.tensor([0.2, 0.7]), batch).float())
@@ -328,7 +327,7 @@ for name, ds_config in cases.items():
         checkpointed_blocks="all",
     )
     family, model = equipped(strategy)
-    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"))
     losses = []
     for _ in range(4):
         loss = train_step(engine, family, FlowMatchingSpec(), [mine], lr=1e-2).loss.float()
@@ -348,7 +347,7 @@ def test_sharded_engines_train_the_same_adapters(tmp_path):
     for kind, spec in (plain | {each: {"kind": each} for each in ("lokr", "loha")}).items():
         strategy = Strategy(lora=LoraSpec(rank=4, **spec), optimizer=OptimizerSpec(lr=1e-2), gradient_clipping=None)
         family, model = equipped(strategy)
-        engine = engines.create(strategy, model, family, device=CPU, world=World())
+        engine = engines.create(strategy, model, family, device=CPU)
         steps = [train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(4)]
         alone[kind] = steps, list(full_weights(engine))
     for name, found in answer.items():

@@ -21,7 +21,6 @@ from whole import full_weights
 from bigdit import engines, models
 from bigdit.catalog.resolve import model_spec
 from bigdit.config.stages import load_run
-from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.memory import pinned_bytes
@@ -67,7 +66,7 @@ def batch(seed=0):
 
 def started(strategy, spec=DEEP_FLUX):
     family, model = equipped(strategy, spec)
-    return family, engines.create(strategy, model, family, device=CPU, world=World())
+    return family, engines.create(strategy, model, family, device=CPU)
 
 
 def trained(strategy):
@@ -312,7 +311,7 @@ for count in (0, 4):
     lora = LoraSpec(rank=4, base=os.environ["BASE"])
     strategy = Strategy(lora=lora, checkpointed_blocks="all", blocks_to_swap=count)
     family, model = equipped(strategy, spec)
-    engine = engines.create(strategy, model, family, device=device, world=World())
+    engine = engines.create(strategy, model, family, device=device)
     predictions = []
     for t in (0.2, 0.7):
         times = torch.full((2,), t, device=device)

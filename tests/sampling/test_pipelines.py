@@ -26,7 +26,6 @@ from tiny_pipelines import (
 )
 
 from bigdit import checkpoint, engines, models, objectives
-from bigdit.dist import World
 from bigdit.loader.batch import Batch
 from bigdit.sampling import Sampler, SamplingOptions
 from bigdit.strategy import ModelSpec, Strategy
@@ -167,7 +166,7 @@ def saved_beside_encoders(folder, class_name, kwargs, pipeline, vae):
     spec, strategy = ModelSpec(name="tiny", class_name=class_name, kwargs=kwargs), Strategy(precision="fp32")
     family, cpu = models.family(class_name), torch.device("cpu")
     model = models.build(spec, device=cpu, dtype=torch.float32, seed=0)
-    engine = engines.create(strategy, model, family, device=cpu, world=World())
+    engine = engines.create(strategy, model, family, device=cpu)
     described = {"model": spec.model_dump(mode="json"), "strategy": strategy.model_dump(mode="json"), "run": run}
     with checkpoint.Saver(folder, checkpoint.Peers(), checkpoint.Keeping(1)) as saver:
         saver.save(engine, None, 1, described | {"data": None})

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bigdit import models
 from bigdit.catalog.gpus import gpu
-from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.steps import Witness, batch, build, prepare, training
@@ -45,7 +44,7 @@ def test_the_flops_are_those_of_a_forward_pass_three_times():
     request = StepRequest(model=SANA, batch=SHAPE, strategy=strategy, objective=FlowMatchingSpec())
     workload = prepare(request, build(request))
     with sdpa_kernel(SDPBackend.MATH), counting:
-        next(training(workload, CPU, World(), Phases()))
+        next(training(workload, CPU, Phases()))
     span = counting.phases.index("forward")
     forward = sum(cost.flops for cost in counting.costs.operators() if cost.span == span)
     assert forward > 0

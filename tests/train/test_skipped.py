@@ -86,7 +86,7 @@ def after(name, precision, clipping, steps, **more):
     strategy = Strategy(engine=engine, world_size=2, micro_batch_size=2, **chosen, **more)
     family = models.family(SANA.class_name)
     model = models.build(SANA, device="cpu", dtype=engines.compute_dtype(strategy), seed=0)
-    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=world)
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"))
     ema = engines.ema_of(engine)
     taken = []
     for seed in steps:

@@ -22,7 +22,6 @@ from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec
 from bigdit.catalog.families import objective_of
 from bigdit.catalog.resolve import model_spec
 from bigdit.config.stages import load_run
-from bigdit.dist import World
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.encoders.components import load_text_pipeline
@@ -125,7 +124,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_with_peft(case):
     pixels = torch.randint(0, 256, (2, 2, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     batches = [CaptionedBatch(pixels[i], captions[i], (0, 1), (2 * i, 2 * i + 1), {}, ()) for i in range(2)]
     strategy = run.strategy.model_copy(update={"grad_accum_steps": 2, "gradient_clipping": None})
-    engine = engines.create(strategy, model, family, device=torch.device("cpu"), world=World())
+    engine = engines.create(strategy, model, family, device=torch.device("cpu"))
     gradients = {}
     engine.optimizer.register_step_pre_hook(
         lambda *_: gradients.update(

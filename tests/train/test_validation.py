@@ -15,7 +15,6 @@ from two_processes import run_two
 from bigdit import engines, models
 from bigdit.checkpoint import Peers
 from bigdit.config.run import ValidationConfig
-from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.order import ValidationSplit
 from bigdit.memory import ledger
@@ -104,7 +103,7 @@ def measured(store, chosen, *, taken_from=None):
     lora = chosen.lora is not None
     family = models.family(SPEC.class_name)
     model = models.build(SPEC, device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
-    engine = engines.create(chosen, models.equip(model, family, chosen), family, device=CPU, world=World())
+    engine = engines.create(chosen, models.equip(model, family, chosen), family, device=CPU)
     ema, held = engines.ema_of(engine), ValidationSplit(store.index, len(store.index.parts), 9)
     assert bool(lora) == (len(engine.masters) < len(list(engine.model.parameters())))
     if taken_from is None:

@@ -40,9 +40,7 @@ def validated(store: FeatureStore, world: World, *, every: int = 1, **printed: o
         models.family(SPEC.class_name),
     )
     model = models.build(SPEC, device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
-    engine = engines.create(
-        chosen, models.equip(model, family, chosen), family, device=torch.device("cpu"), world=world
-    )
+    engine = engines.create(chosen, models.equip(model, family, chosen), family, device=torch.device("cpu"))
     ema, peers = engines.ema_of(engine), checkpoint.Peers(world)
     held = ValidationSplit(store.index, len(store.index.parts), HELD)
     order = Order(store.index.counts, store.index.shapes, SAMPLES, 0, validation=held)

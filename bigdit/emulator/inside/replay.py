@@ -233,11 +233,11 @@ def _live_after(events: Sequence[Event], before: dict[int, Tensor], made: Iterat
     return list(live.values())
 
 
-def thin(curve: Sequence[tuple[int, int, int]], points: int = POINTS) -> list[tuple[int, int, int]]:
-    """At most `points` of a curve: the highest allocated and the highest reserved of each of equal stretches."""
-    if len(curve) <= points:
+def thin(curve: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """At most POINTS of a curve: the highest allocated and the highest reserved of each of equal stretches."""
+    if len(curve) <= POINTS:
         return list(curve)
-    stretches = points // 2 - 1
+    stretches = POINTS // 2 - 1
     kept = {0, len(curve) - 1}
     for at in range(stretches):
         start, stop = at * len(curve) // stretches, (at + 1) * len(curve) // stretches

@@ -37,9 +37,9 @@ def run(request: StepRequest, timed_steps: int = 0) -> GpuRun:
     device = torch.device("cuda", world_from_env().local_rank)
     torch.cuda.set_device(device)
     torch.cuda.init()
-    with group(request.strategy) as world:
+    with group(request.strategy):
         peaks = _Peaks()
-        steps = training(workload, device, world, peaks)
+        steps = training(workload, device, peaks)
         for _ in range(STEPS):
             take(steps)
         phases = peaks.close()

@@ -6,49 +6,23 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from bigdit.engines import Ema, Engine
+from bigdit.loader.batch import Batch, RawBatch
 from bigdit.record.costs import replaced
 from bigdit.record.recorder import Recorder
-
-
-class Trained(Protocol):
-    """The part of an engine that identifies storages."""
-
-    model: nn.Module
-    masters: list[torch.Tensor]
-    optimizer: Optimizer
-
-    def buffers(self) -> Iterable[torch.Tensor]: ...
-
-    def gradients(self) -> Iterable[torch.Tensor]: ...
-
-    def calls(self) -> Iterable[tuple[object, str]]: ...
-
-
-class Averaged(Protocol):
-    """The part of an EMA that identifies storages."""
-
-    def tensors(self) -> Iterable[torch.Tensor]: ...
-
-
-class HostBatch(Protocol):
-    """The part of a micro-batch that identifies storages."""
-
-    def to(self, device: torch.device, compute_dtype: torch.dtype) -> Any: ...
-
-    def tensors(self) -> list[torch.Tensor]: ...
 
 
 class Watch:
     """Marks the storages of an engine and of its batches while `train_step` runs with `phase=watch.phase`."""
 
-    def __init__(self, recorder: Recorder, engine: Trained, ema: Averaged | None = None) -> None:
+    def __init__(self, recorder: Recorder, engine: Engine, ema: Ema | None = None) -> None:
         self._recorder = recorder
         self._engine = engine
         names = {module: name for name, module in engine.model.named_modules()}
@@ -97,11 +71,11 @@ class Watch:
                 self._recorder.mark(filter(torch.is_tensor, state.values()), "optimizer state")
             self._recorder.mark(self._engine.buffers(), "engine buffer")
 
-    def batches(self, micro_batches: Iterable[HostBatch]) -> list[Any]:
+    def batches(self, micro_batches: Iterable[Batch | RawBatch]) -> list[Any]:
         """The micro-batches, which mark themselves and their copies on the device as input."""
         return [_MarkedBatch(batch, self.held) for batch in micro_batches]
 
-    def held(self, batch: HostBatch) -> None:
+    def held(self, batch: Batch | RawBatch) -> None:
         """Mark a micro-batch of the loader as input."""
         self._recorder.mark(batch.tensors(), "input")
 
@@ -133,7 +107,7 @@ def _kept_with(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
 class _MarkedBatch:
     """A micro-batch that marks what `to` copies to the device."""
 
-    batch: HostBatch
+    batch: Batch | RawBatch
     mark: Callable[[Any], None]
 
     def __post_init__(self) -> None:
