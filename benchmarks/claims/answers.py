@@ -13,11 +13,11 @@ from emulated import step_of
 from bigdit import catalog
 from bigdit.catalog import Gpu
 from bigdit.catalog.encoders import online_encoders
-from bigdit.config.strategy_text import parse_strategy
+from bigdit.config.strategy_text import LARGEST_MICRO_BATCH, parse_strategy
 from bigdit.errors import UserError
 from bigdit.memory.process import non_torch_memory_of
 from bigdit.profile.attempt import Attempt, Profile, StepRequest, request_for
-from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
+from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import UNPROVED
 from bigdit.search.plan import Plan, Verdict, process, safe_bytes, verdict_of

@@ -15,8 +15,8 @@ from bigdit.documents import parse_value, parse_yaml, read_mapping
 from bigdit.errors import UserError, nearest
 from bigdit.strategy import Strategy
 
-MOST_MICRO_BATCH = 1024
-"""The largest micro-batch that may be requested; the search ends at 512."""
+LARGEST_MICRO_BATCH = 4096
+"""The largest micro-batch that is searched, or may be requested."""
 
 
 _HOST = {"device": "cpu", "pin_memory": True}
@@ -115,7 +115,7 @@ def _add(document: dict[str, Any], part: str) -> None:
 
 def _within_bounds(strategy: Strategy) -> Strategy:
     """The strategy. Raises UserError for a micro-batch that plans reject too."""
-    size, most = strategy.micro_batch_size, MOST_MICRO_BATCH
+    size, most = strategy.micro_batch_size, LARGEST_MICRO_BATCH
     if size > most:
         raise UserError(f"--strategy: micro_batch_size is {size}, and {most} or less was expected")
     return strategy

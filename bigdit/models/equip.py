@@ -83,8 +83,8 @@ def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: st
         apart = strategy.engine == "fsdp2" and strategy.float8 == "tensorwise"
         compile_blocks(model, family, backend, whole=strategy.cp > 1, apart=apart)
     if strategy.blocks_to_swap:
-        packed = strategy.base not in (None, "bf16")
-        swap_blocks(model, family, strategy.blocks_to_swap, trained=not strategy.frozen, quantised=packed)
+        trained = not strategy.frozen
+        swap_blocks(model, family, strategy.blocks_to_swap, trained=trained, quantised=strategy.packed)
     join_gradients(model, family)
     apply_checkpointing(model, family, strategy)
     if strategy.offload_activations:

@@ -131,7 +131,7 @@ def _import_for(line: str) -> None:
             getattr(diffusers, FAMILIES[request.model.class_name].controlnet or "")
         if request.encoders is not None:
             import bigdit.encoders.frozen  # and transformers, before peft
-        if strategy.lora is not None or strategy.base not in (None, "bf16"):
+        if strategy.lora is not None or strategy.packed:
             with libraries.without_transformers():
                 import bigdit.models.lora  # noqa: F401
         if strategy.float8 != "none":

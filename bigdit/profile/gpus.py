@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from bigdit.cache import Cache, digest_of, installed
 from bigdit.catalog import Gpu
+from bigdit.config.strategy_text import LARGEST_MICRO_BATCH
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
@@ -30,9 +31,6 @@ T = TypeVar("T")
 MOST_WORKERS = 4
 WORKER_BYTES = 2 * GIB
 """CPU memory of this machine for each worker beyond two: three times what one needs (benchmarks/README.md)."""
-
-LARGEST_MICRO_BATCH = 512
-"""Upper end of the search for the largest micro-batch."""
 
 _ATTEMPTS = Cache("attempts", Attempt, "the attempt", "the step is run")
 _PROFILES = Cache("profiles", Profile, "the profile", "the step is recorded")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bigdit.profile.gpus import LARGEST_MICRO_BATCH
+from bigdit.config.strategy_text import LARGEST_MICRO_BATCH
 from bigdit.search.plan import Estimate, Plan, lossy_by
 from bigdit.speed.seconds import Interval
 from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, Strategy

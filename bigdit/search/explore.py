@@ -47,7 +47,7 @@ def probe(planner: Planner, strategies: Sequence[Strategy], *, variant: bool = F
     """
     counted: list[Counted] = []
     for strategy in strategies:
-        packed = variant and strategy.base not in (None, "bf16")
+        packed = variant and strategy.packed
         few = strategy.blocks_to_swap == LEAST_SWAPPED < planner.request.model.block_count
         first = strategy.micro_batch_size == FIRST or strategy.checkpointed_blocks == 0
         counted.append("nothing" if packed or few or not first else "update" if variant else "step")

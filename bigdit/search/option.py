@@ -15,9 +15,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from bigdit.config.strategy_text import LARGEST_MICRO_BATCH
 from bigdit.profile.attempt import Attempt
-from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 from bigdit.search.plan import Estimate, lossy_by
+from bigdit.speed.seconds import Launches, launches_of
 from bigdit.speed.work import Work, work_of
 from bigdit.strategy import Strategy
 
@@ -277,6 +278,14 @@ class Option:
     def quarters(self) -> list[int]:
         """Numbers of recomputed blocks, in quarters of all. Swapped blocks are always recomputed."""
         return sorted({max(self.strategy.blocks_to_swap, each) for each in quarters(self.count)})
+
+    def launches(self, blocks: int, micro_batches: int) -> Launches | None:
+        """Launches of a step, from first attempts of so many micro-batches; None if none were counted."""
+        ran = self.anchor, self.none.ran[FIRST], self.full.ran[FIRST]
+        own, none, full = (launches_of(each.launched, micro_batches) for each in ran)
+        if own is None or none is None or full is None:
+            return None
+        return Launches(own.micro + (full.micro - none.micro) * blocks / self.count, own.step)
 
     def ran(self, blocks: int) -> dict[int, int]:
         """Reserved bytes by micro-batch size, of all sizes that ran with so many blocks recomputed."""

@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.context import degrees
 from bigdit.config.plan_file import Asked, Expected, Fewer, LargestMicroBatch, PlanFile, text_digest
-from bigdit.config.strategy_text import MOST_MICRO_BATCH, PRESETS
+from bigdit.config.strategy_text import LARGEST_MICRO_BATCH, PRESETS
 from bigdit.documents import Count, Natural, Positive, Side, Switch
 from bigdit.encoders.host_bytes import HostWeights
 from bigdit.memory import Ledger, Timeline, host_memory
@@ -58,7 +58,7 @@ class Constraints(Strict):
     precision: Precision | None = None
     checkpointed_blocks: Natural | Literal["all"] | None = None
     checkpointed_segments: SegmentSpec | None = None
-    micro_batch_size: Annotated[Count, Field(le=MOST_MICRO_BATCH)] | None = None
+    micro_batch_size: Annotated[Count, Field(le=LARGEST_MICRO_BATCH)] | None = None
     ema: Literal["none", "auto", "gpu", "cpu"] = "none"
     ema_widths: Widths | None = None
     lora: LoraSpec | None = None
@@ -167,8 +167,8 @@ class ResolvedRequest(Strict):
 def lossy_by(strategy: Strategy) -> list[str]:
     """Why a strategy does not give the numbers of AdamW with fp32 masters, in a few words each."""
     found, name = [], strategy.optimizer.name
-    if (base := strategy.base) not in (None, "bf16"):
-        found.append(f"quantised base ({base})")
+    if strategy.packed:
+        found.append(f"quantised base ({strategy.base})")
     if "adamw" in name and "bit" in name:
         found.append(f"{'4' if '4bit' in name else '8'}-bit optimizer state")
     elif name != "adamw":

@@ -11,9 +11,10 @@ from typing import Any
 
 from bigdit.catalog import Gpu
 from bigdit.config.plan_file import LargestMicroBatch
+from bigdit.config.strategy_text import LARGEST_MICRO_BATCH
 from bigdit.memory.process import ByteRange, non_torch_memory_of
 from bigdit.profile.attempt import Attempt, AttemptJob, Counted, Profile, StepRequest, request_for
-from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
+from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.option import Option
 from bigdit.search.plan import (
@@ -118,6 +119,11 @@ class Planner:
         pairs = zip(strategies, counted, strict=False)
         return self.gpus.attempts([AttemptJob(request=self.step_request(each), counted=work) for each, work in pairs])
 
+    def attempts_of(self, predicted: Sequence[Estimate]) -> list[Attempt | Failure]:
+        """As `unlimited`. Work over quantised weights is counted: predictions leave out that they are unpacked."""
+        strategies = [each.strategy for each in predicted]
+        return self.unlimited(strategies, ["step" if each.packed else "nothing" for each in strategies])
+
     def non_torch(self, strategy: Strategy) -> ByteRange:
         """GPU memory of the process outside torch."""
         return non_torch_memory_of(strategy, self.request.gpu)
@@ -172,6 +178,7 @@ class Planner:
         )
         phases = {phase: round(nbytes) for phase, nbytes in option.peaks(micro_batch_size, blocks).items()}
         non_torch = self.non_torch(strategy)
+        launches = option.launches(blocks, self.step_request(option.strategy).strategy.grad_accum_steps)
         return Estimate(
             option=option.title,
             title=option.titled(micro_batch_size, blocks),
@@ -183,7 +190,7 @@ class Planner:
             host_bytes=self.host_bytes(option, micro_batch_size, blocks),
             lossless=option.lossless,
             **self.reserving(reserved_bytes, non_torch),
-            **speed_fields(strategy, self.step(strategy, option.work(micro_batch_size, blocks))),
+            **speed_fields(strategy, self.step(strategy, option.work(micro_batch_size, blocks), launches=launches)),
         )
 
     def reserving(self, reserved_bytes: int, non_torch: ByteRange) -> dict[str, Any]:
@@ -201,6 +208,7 @@ class Planner:
         micro_batches = self.step_request(asked).strategy.grad_accum_steps
         launches = self.launches[each.title] = launches_of(attempt.launched, micro_batches)
         work = self.options[each.option].work(each.micro_batch_size, each.blocks)
+        work = work_of(attempt.work, asked) if attempt.packed_work else work
         found = {
             "source": "ran",
             "phases": attempt.peaks,
@@ -216,7 +224,7 @@ class Planner:
         FITS: torch reserved no more than the GPU has with the margin. TIGHT: no more than it may have.
         """
         found: list[Estimate | None] = []
-        for each, attempt in zip(predicted, self.unlimited([each.strategy for each in predicted]), strict=True):
+        for each, attempt in zip(predicted, self.attempts_of(predicted), strict=True):
             if not isinstance(attempt, Attempt) or not attempt.ran:
                 found.append(None)
                 continue

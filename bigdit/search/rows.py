@@ -44,7 +44,7 @@ def run_shown(planner: Planner, best: Estimate) -> None:
     """Search the largest micro-batches of `best`, and run what its plan is likely to show. The attempts are cached."""
 
     def beside() -> Iterator[Callable[[], object]]:
-        yield partial(planner.unlimited, [each.strategy for each in _shown(planner, best)])
+        yield partial(planner.attempts_of, _shown(planner, best))
         if (limit := planner.limits[best.title].get(planner.request.resolution)) is not None:
             yield partial(runs, planner, best, limit)
 

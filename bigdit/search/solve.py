@@ -82,7 +82,7 @@ def _over_quantised(planner: Planner, best: Estimate) -> Estimate | None:
     fast = [each for each in found if as_fast_as(each, max(found, key=rate))]
     exact = [each for each in fast if each.strategy.base == "int8"] or fast
     ran = best_that_runs(planner, [planner.options[title] for title in {each.option: None for each in exact}])
-    if ran is None or ran.verdict != "FITS":
+    if ran is None or ran.verdict != "FITS" or rate(ran) <= MUCH_FASTER * rate(best):
         return None
     planner.passed_over = best
     return ran
@@ -152,15 +152,23 @@ def best_that_runs(planner: Planner, options: Sequence[Option]) -> Estimate | No
     refused: set[str] = set()
 
     def best_with(verdict: Verdict) -> Estimate | None:
-        """The best of those that ran with this verdict, by predicted speed: launches are not counted for the others."""
-        found = [each for at, each in ran.items() if each and each.verdict == verdict and at not in refused]
-        again = [planner.estimate(planner.options[each.option], each.micro_batch_size, each.blocks) for each in found]
-        return next((ran[each.title] for each in planner.preferred(again)), None)
+        """The first in the predicted order that ran with this verdict. What has not run counts as fastest, too."""
+        found = {at: each for at, each in ran.items() if each and each.verdict == verdict and at not in refused}
+        again = [
+            planner.estimate(planner.options[each.option], each.micro_batch_size, each.blocks)
+            for each in found.values()
+        ]
+        others = (each for option in options for each in planner.fitting(option))
+        return next((found[each.title] for each in planner.preferred([*again, *others]) if each.title in found), None)
+
+    def untried() -> list[Estimate]:
+        """The predicted order, if its first has not run."""
+        order = [each for each in planner.ranked(options) if each.title not in refused]
+        return order if order and order[0].title not in ran and len(ran) < MOST_RUN else []
 
     pool = ThreadPoolExecutor()
     while True:
-        order = [each for each in planner.ranked(options) if each.title not in refused]
-        if order and order[0].title not in ran and len(ran) < MOST_RUN:
+        if order := untried():
             pair = _next_to_run(planner, order)[: planner.gpus.count]
             ran |= zip((each.title for each in pair), planner.run(pair), strict=True)
             continue
@@ -173,9 +181,10 @@ def best_that_runs(planner: Planner, options: Sequence[Option]) -> Estimate | No
         shown = pool.submit(run_shown, planner, best)
         recorded = planner.record(best)
         shown.result()
-        if recorded.verdict == "FITS":
+        if recorded.verdict != "FITS":
+            refused.add(best.title)
+        elif not untried() and best_with("FITS") is best:  # else the largest micro-batches changed the order
             return recorded
-        refused.add(best.title)
     ran |= {each.title: each for each in planner.within_limit(ran.values())}
     tight = best_with("TIGHT")
     return None if tight is None else _over_quantised(planner, tight) or planner.record(tight)

@@ -249,6 +249,11 @@ class Strategy(Section):
         return None if trained is None else trained.base
 
     @property
+    def packed(self) -> bool:
+        """Whether frozen weights are quantised."""
+        return self.base not in (None, "bf16")
+
+    @property
     def base_key(self) -> str:
         """The key of `base`."""
         return "controlnet.base" if self.lora is None else "lora.base"
@@ -490,7 +495,7 @@ def _float8_problems(strategy: Strategy) -> Iterator[str]:
         yield "float8 was not tried with DeepSpeed's flat partitions; use engine single or fsdp2"
     if not strategy.precision.startswith("bf16"):
         yield f"float8 casts weights and activations of bf16, and precision is {strategy.precision}; use precision bf16"
-    if strategy.base not in (None, "bf16"):
+    if strategy.packed:
         yield f"float8 was not tried with {strategy.base_key} {strategy.base}; set it to bf16"
     if strategy.lora is not None and strategy.lora.dora:
         yield "float8 was not tried with lora.dora, which computes with the plain weights; set it to false"

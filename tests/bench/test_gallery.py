@@ -11,10 +11,9 @@ from PIL import Image, ImageColor
 
 from bigdit import catalog
 from bigdit.bench.memory import Curve
-from bigdit.config.strategy_text import parse_strategy
+from bigdit.config.strategy_text import LARGEST_MICRO_BATCH, parse_strategy
 from bigdit.memory.process import non_torch_memory
 from bigdit.profile.attempt import AttemptJob
-from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 
 CELLS = [gallery.Cell.model_validate(cell) for cell in json.loads(gallery.FOUND.read_text())]
 

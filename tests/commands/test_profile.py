@@ -128,7 +128,7 @@ def test_a_strategy_is_presets_keys_and_files(tmp_path):
         ("single,encode_chunk=2", "encode_chunk belongs to features online"),
         ("missing.yaml", "the file does not exist"),
         ("single,ema.device=[", "the value is not YAML"),
-        ("single,micro_batch_size=1000000", "--strategy: micro_batch_size is 1000000, and 1024 or less was expected"),
+        ("single,micro_batch_size=1000000", "--strategy: micro_batch_size is 1000000, and 4096 or less was expected"),
         ("single,lora.rank=100000", "--strategy: lora.rank is 100000, and 8192 or less was expected"),
         ("zero2,world_size=99999999", "--strategy: world_size is 99999999, and 4096 or less was expected"),
         (

@@ -12,7 +12,7 @@ from quantities import visible
 
 from bigdit import catalog
 from bigdit.cli import main
-from bigdit.profile.gpus import LARGEST_MICRO_BATCH
+from bigdit.config.strategy_text import LARGEST_MICRO_BATCH
 from bigdit.report import words
 from bigdit.report.page import Answer, page
 from bigdit.report.plan import needs, speed
@@ -302,15 +302,15 @@ def test_videos_are_not_called_images(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_where_the_search_ends_is_no_limit_of_the_gpu(made):
-    assert "512+" not in plans.shown(made)
+    assert "4096+" not in plans.shown(made)
     limit = made.buckets[0].model_copy(update={"full": LARGEST_MICRO_BATCH})
     plan = made.model_copy(update={"buckets": (limit, *made.buckets[1:])})
     text = " ".join(plans.shown(plan).split())
-    assert "512+: the search ends at 512; larger ones may fit" in text
-    assert text.count("512+") == 2
-    assert "512+: the search ends at 512" in page(plan)
-    strategy = made.chosen.strategy.model_copy(update={"micro_batch_size": 512})
-    assert words.batch(strategy).startswith("micro-batch 512 (where the search ends) × 32 accumulated")
+    assert "4096+: the search ends at 4096; larger ones may fit" in text
+    assert text.count("4096+") == 2
+    assert "4096+: the search ends at 4096" in page(plan)
+    strategy = made.chosen.strategy.model_copy(update={"micro_batch_size": 4096})
+    assert words.batch(strategy).startswith("micro-batch 4096 (where the search ends) × 32 accumulated")
 
 
 @pytest.mark.slow

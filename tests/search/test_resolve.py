@@ -407,7 +407,7 @@ def test_adapters_over_a_quantised_base_need_no_bf16():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"micro_batch": 1_000_000}, "--micro-batch is 1000000, and 1024 or less was expected"),
+        ({"micro_batch": 1_000_000}, "--micro-batch is 1000000, and 4096 or less was expected"),
         ({"lora": 100_000}, "--lora is 100000, and 8192 or less was expected"),
         ({"micro_batch": True}, "--micro-batch is true, and a whole number was expected"),
         ({"gpus": 10**30}, f"--gpus is {10**30}, and {2**63 - 1} or less was expected"),
