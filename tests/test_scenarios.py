@@ -12,9 +12,9 @@ from commands import ROOT
 from emulated import non_torch, step_of
 
 from bigdit import catalog
-from bigdit.config.strategy_text import parse_strategy
+from bigdit.config.strategy_text import LARGEST_MICRO_BATCH, parse_strategy
 from bigdit.profile.attempt import UNLIMITED
-from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.explain import BUCKETS, DEEPSPEED_BUCKET, changes, waterfall
 from bigdit.search.option import Option

@@ -227,6 +227,7 @@ class Option:
     is the option without, and `strategy.blocks_to_swap` is the largest number to try.
     `last_resort` orders options that save little memory for much time; each is tried where all below it do not fit.
     1: slow and lossless. 2: all weights in CPU memory. 3: lossy, without copies over PCIe. 4: lossy, with copies.
+    5: the CPU steps another optimizer than AdamW with masters, which takes minutes.
 
     An explored option predicts from policies with nothing (`none`) and with all (`full`) of `count` blocks recomputed.
     `anchor` is the attempt with nothing recomputed at the smallest size. `corrections` are the shares by which torch
@@ -238,7 +239,7 @@ class Option:
     title: str
     strategy: Strategy
     base: Option | None = None
-    last_resort: Literal[0, 1, 2, 3, 4] = 0
+    last_resort: Literal[0, 1, 2, 3, 4, 5] = 0
     none: Policy = field(init=False, repr=False)
     full: Policy = field(init=False, repr=False)
     count: int = field(init=False)
@@ -259,7 +260,7 @@ class Option:
     @property
     def waits(self) -> bool:
         """Whether steps wait for copies over PCIe."""
-        return bool(self.last_resort in (1, 2, 4) or self.strategy.blocks_to_swap)
+        return bool(self.last_resort in (1, 2, 4, 5) or self.strategy.blocks_to_swap)
 
     @property
     def lossless(self) -> bool:

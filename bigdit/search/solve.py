@@ -29,7 +29,7 @@ def search(planner: Planner) -> Estimate:
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
         fewest = min(each.strategy.cp for each in group)
-        later = [each for each in proposed if each.last_resort > resort > 0 and each.base is None]
+        later = [each for each in proposed if 5 > each.last_resort > resort > 0 and each.base is None]
         engines, short = hopeful(planner, [each for each in group if each.strategy.cp == fewest], later)
         short_of_host += short
         failed = explore_group(planner, group, engines)
@@ -106,14 +106,14 @@ def _least_host(planner: Planner) -> Estimate | None:
 
 def _smallest(planner: Planner) -> Estimate:
     """The estimate with the least GPU memory: the smallest micro-batch, with as many recomputed blocks as allowed."""
-    fixed = planner.request.constraints
-    size = fixed.micro_batch_size or 1
+    fixed = planner.request.constraints.checkpointed_blocks
 
-    def blocks(option: Option) -> int:
-        return option.count if fixed.checkpointed_blocks in (None, "all") else int(fixed.checkpointed_blocks or 0)
+    def sizes(option: Option) -> tuple[int, int]:
+        blocks = option.count if fixed in (None, "all") else int(fixed or 0)
+        return next(planner.micro_batch_sizes(option.strategy), 1), blocks
 
-    least = min(planner.options.values(), key=lambda option: option.reserved(size, blocks(option)))
-    return planner.estimate(least, size, blocks(least))
+    least = min(planner.options.values(), key=lambda option: option.reserved(*sizes(option)))
+    return planner.estimate(least, *sizes(least))
 
 
 def _later_resorts(proposed: Sequence[Option], resort: int) -> list[Rejected]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -61,8 +61,9 @@ def proposals(request: ResolvedRequest) -> tuple[list[Option], list[Rejected]]:
                 continue
             title = f"{_engine_title(request, engine, cp)}, {_setting_title(request, settings)}"
             offload = "offload" in engine and request.constraints.engine is None
-            swaps = request.constraints.frozen
-            option = Option(title, strategy, base, 0 if not offload else 2 if swaps else 1)
+            minutes = strategy.optimizer.name != "adamw" or strategy.precision == "bf16_sr"
+            copies: Literal[1, 2, 5] = 5 if minutes else 2 if request.constraints.frozen else 1
+            option = Option(title, strategy, base, copies if offload else 0)
             sharded = request.cluster.gpus > 1 and engine != "ddp"
             if base is not None and sharded and base.lossless and not option.lossless:
                 option = Option(title, strategy, None, 4 if offload else 3)  # sharded state leaves little to save

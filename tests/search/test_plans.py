@@ -11,9 +11,10 @@ from typing import Literal
 import pytest
 from gpus import A40, SMALL, empty_cache, request
 
+from bigdit.config.strategy_text import LARGEST_MICRO_BATCH
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import Attempt, AttemptJob
-from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
+from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.profile.pool import WorkerError
 from bigdit.report import words
 from bigdit.search.answer import make_plan
@@ -273,3 +274,14 @@ def test_what_is_predicted_is_near_what_runs(gpus: int, record_property) -> None
     assert rejected == {}
     assert max(map(abs, off)) < 0.2
     record_property("found", f"{gpus} GPUs: reserved bytes predicted {min(off):+.1%} to {max(off):+.1%} off")
+
+
+def test_a_step_in_the_backward_pass_takes_the_global_batch_at_once() -> None:
+    """Also in the curves of smaller micro-batches, which ran."""
+    fixed = Constraints(engine="single", optimizer="adafactor", precision="bf16_sr")
+    asked = resolved(constraints=fixed, resolution=(256, 256), global_batch_size=8)
+    for mib, verdict in ((1500, "FITS"), (1100, "TIGHT")):
+        plan = make_plan(asked.model_copy(update={"gpu": A40.model_copy(update={"usable_mib": mib})}))
+        strategy = plan.chosen.strategy
+        assert (plan.verdict, strategy.optimizer_in_backward) == (verdict, True)
+        assert (strategy.micro_batch_size, strategy.grad_accum_steps, strategy.global_batch_size) == (8, 1, 8)

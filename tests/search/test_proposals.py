@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
-from bigdit.config.strategy_text import parse_strategy
+from bigdit.config.strategy_text import LARGEST_MICRO_BATCH, parse_strategy
 from bigdit.memory.process import ByteRange
-from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.option import Option, quarters
 from bigdit.search.plan import Constraints, Estimate, ResolvedRequest, lossy_by, process, safe_bytes, verdict_of
