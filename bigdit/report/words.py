@@ -189,6 +189,8 @@ def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
         "EMA": ema(strategy),
         "encoders": _encoders(strategy),
     }
+    if strategy.compile_blocks:
+        found["compiled"] = "the repeated block, by torch.compile"
     if strategy.offload_activations:
         found["activations"] = "CPU offload of what blocks save"
     if strategy.blocks_to_swap:
