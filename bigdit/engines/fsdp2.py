@@ -25,7 +25,7 @@ class Fsdp2Engine(Engine):
     """Each block is a unit, and the rest of the model another. Shards are the masters, gathered in the compute dtype.
 
     Each micro-batch's gradients are reduce-scattered and accumulated as shards. Reducing them once a step would keep
-    whole ones: Flux.1 would take 71.9 GiB instead of 27.9. HSDP's replicas all-reduce shards after the last micro-batch.
+    whole ones: Flux.1 would take 71.9 GiB instead of 27.9. HSDP's replicas all-reduce shards after the last one.
     fp16 scales the loss dynamically, and skips a step if any process's gradient overflowed.
     """
 
