@@ -196,7 +196,7 @@ def _reject(planner: Planner, title: str, on_host: Collection[int]) -> None:
     if on_host:
         least, memory = gib(min(on_host)), gib(planner.request.host_memory_bytes)
         has = "is assumed to have" if planner.request.host_assumed else "has"
-        reason = f"its state alone takes {least} of CPU memory, and a machine {has} {memory} (--host-memory)"
+        reason = f"its state and saving it take {least} of CPU memory, and a machine {has} {memory} (--host-memory)"
     planner.rejected.append(Rejected(choice=title, reason=reason))
 
 

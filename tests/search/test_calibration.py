@@ -3,14 +3,14 @@
 import pytest
 from on_gpu.page import measured
 from on_gpu.points import POINTS
-from on_gpu.predicted import PREDICTED, Predictions
+from on_gpu.predicted import REPLAYED, Predictions
 
 from bigdit import catalog
 from bigdit.catalog.families import FAMILIES
 from bigdit.search.calibration import UNPROVED, UNPROVED_ROUTED, Calibration
 
 TAKEN = {each.name: max(phase.reserved for phase in each.phases) for each in measured() if each.phases}
-POINTS_SAID = Predictions.model_validate_json(PREDICTED.read_bytes()).points
+POINTS_SAID = Predictions.model_validate_json(REPLAYED.read_bytes()).points
 SAID = {each.name: each.emulated.reserved for each in POINTS_SAID if not isinstance(each.emulated, str)}
 
 

@@ -232,7 +232,7 @@ def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> N
             """A machine's bytes, from the reason for rejecting an engine."""
             planner = Planner(of, emulated, Calibration())
             hopeful(planner, group)
-            printed = re.match(r"its state alone takes ([\d.]+) GiB of CPU memory", planner.rejected[0].reason)
+            printed = re.match(r"its state and saving it take ([\d.]+) GiB of CPU memory", planner.rejected[0].reason)
             assert printed
             return float(printed[1]) * GIB
 
