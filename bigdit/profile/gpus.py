@@ -55,13 +55,23 @@ class Row:
     failing: int = LARGEST_MICRO_BATCH + 1
 
     def expected(self, reserved: Mapping[int, int], capacity_bytes: int) -> float:
-        """About how many samples fit, from the one or two known sizes whose bytes are nearest to the capacity."""
-        if not (near := sorted(reserved, key=lambda size: abs(reserved[size] - capacity_bytes))[:2]):
+        """About how many samples fit: between the largest known size that fits and the smallest that does not.
+
+        Without both, from the size whose bytes are nearest to the capacity, and the next that differs by a sixteenth.
+        """
+        near = sorted(reserved, key=lambda size: abs(reserved[size] - capacity_bytes))
+        if not near:
             return self.guess
-        sample = self.sample_bytes or reserved[near[0]] / max(near[0], 1)
-        if len(near) == 2 and (grown := (reserved[near[0]] - reserved[near[1]]) / (near[0] - near[1])) > 0:
+        fitting, over = (
+            [size for size in near if (reserved[size] <= capacity_bytes) == fits] for fits in (True, False)
+        )
+        first, sample = near[0], self.sample_bytes or reserved[near[0]] / max(near[0], 1)
+        other = next((size for size in near[1:] if abs(size - first) * 16 >= first), first)
+        if fitting and over:
+            first, other = max(fitting), min(over)
+        if (grown := (reserved[first] - reserved[other]) / ((first - other) or 1)) > 0:
             sample = grown
-        return near[0] + (capacity_bytes - reserved[near[0]]) / max(sample, 1.0)
+        return first + (capacity_bytes - reserved[first]) / max(sample, 1.0)
 
 
 def workers_here() -> int:
