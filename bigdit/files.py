@@ -21,8 +21,10 @@ from typing import Any, BinaryIO
 
 from bigdit import log
 from bigdit.errors import UserError
+from bigdit.units import gib
 
 TEMPORARY = ".tmp-"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of file systems without locks: Lustre without the mount option flock, some FUSE and object stores.
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -117,20 +119,30 @@ def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
+        with contextlib.suppress(OSError):  # a folder that is read-only, or missing
+            temporary.unlink(missing_ok=True)
 
 
-def check_writable(key: str, folder: Path) -> None:
-    """Raise UserError if `folder`, the value of `key`, cannot be made or written. It writes a nameless file into the
-    existing part of the path."""
-    there = folder
-    while not os.path.exists(there):
-        there = there.parent
+def check_writable(key: str, folder: Path, nbytes: int = 0) -> None:
+    """Raise UserError if `folder`, the value of `key`, cannot be made or written, or has no room for `nbytes`. It
+    writes a nameless file into the existing part of the path."""
     try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
+        with tempfile.TemporaryFile(dir=_existing(folder)) as file:
+            if nbytes:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError as error:
-        raise UserError(f"{key}: cannot write {folder}: {error.strerror}; choose another") from None
+        raise UserError(f"{key}: cannot write {folder}: {why_unwritten(error, folder)}; choose another") from None
+
+
+def why_unwritten(error: OSError, folder: Path) -> str:
+    """The system's reason; of a full disk with the free bytes."""
+    free = f", {gib(shutil.disk_usage(_existing(folder)).free)} free" if error.errno in FULL else ""
+    return f"{error.strerror or error}{free}"
+
+
+def _existing(folder: Path) -> Path:
+    """The part of the path that exists."""
+    return folder if os.path.exists(folder) else _existing(folder.parent)
 
 
 def write_bytes(path: Path, data: bytes, scratch: Path | None = None) -> None:

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import BIN, ROOT
+from commands import BIN, ROOT, bigdit, in_process
+from disks import mounted
 from gpus import emulate, script
 
 from bigdit.emulator.interpreter import cuda_python
@@ -52,6 +53,36 @@ def test_bad_input_is_one_line(arguments: tuple[object, ...], problem: str) -> N
     assert len(errors) == 1, done.stderr
     assert re.search(problem, errors[0])
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [("plan", "--model", "sana-600m"), ("emulate",)])
+def test_a_cache_that_cannot_be_used_is_named_at_once(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "file").touch()
+    command = (*command, "--gpu", "a40", *(["--", "true"] if command == ("emulate",) else []))
+    with mounted(tmp_path / "full", "size=200k") as full:
+        for cache, reason in ((tmp_path / "file", "Not a directory"), (full, "No space left on device, 0.20 MiB free")):
+            done = in_process(*command, BIGDIT_CACHE=cache)
+            said = f"error: BIGDIT_CACHE: cannot write {cache}/emulator: {reason}; choose another\n"
+            assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_a_disk_that_is_full_when_libraries_are_built_is_named_once(tmp_path: Path) -> None:
+    """It has libraries for another torch. No strategy is blamed."""
+    file = script(tmp_path, "import torch\n")
+    with mounted(tmp_path / "full", "size=200k") as full:
+        (full / "emulator/0a1b").mkdir(parents=True)
+        (full / "emulator/0a1b/digests.json").touch()
+        for done in (
+            emulate("--gpu", "a40", "--", "python", file, BIGDIT_CACHE=full),
+            bigdit("plan", "--model", "sana-600m", "--gpu", "a40", BIGDIT_CACHE=full),
+        ):
+            assert done.returncode == 1
+            (line,) = [each for each in done.stderr.splitlines() if not each.startswith("planning the training of ")]
+            assert re.fullmatch(
+                rf"error: BIGDIT_CACHE: cannot write {full}/emulator/\w+: No space left on device, 0\.\d+ MiB free; "
+                "choose another",
+                line,
+            )
 
 
 def test_a_build_for_cpus_is_reported_once(tmp_path: Path) -> None:
