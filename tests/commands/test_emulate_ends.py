@@ -125,8 +125,8 @@ def test_a_repository_that_is_not_there_is_named_with_its_option(tmp_path: Path,
     assert [notice.partition("weights: ")[2] for notice in asked] == ([] if named is None else [named])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Signals, status: int) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     file = script(tmp_path, "import torch, time\ntorch.ones(1).cuda()\nprint('ready', flush=True)\ntime.sleep(600)\n")
@@ -138,7 +138,7 @@ def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Si
         assert running.stdout.readline() == "ready\n"
         folders = list(temporary.glob("bigdit-emulate-*"))
         running.send_signal(number)
-        assert running.wait(timeout=60) == (130 if number == signal.SIGINT else -number)
+        assert running.wait(timeout=60) == status
     assert len(folders) == 1
     assert not (tmp_path / "report").exists()
     deadline = time.monotonic() + 30
