@@ -58,7 +58,8 @@ def run(
     The CUDA build of PyTorch runs without a GPU. Kernels are not executed; all memory is counted. With --json
     the command's output goes to stderr.
 
-    Exit status: 2 if a process runs out of memory and stops. Otherwise the command's own, with 1 in place of 2.
+    Exit status: 0 if it fits; 2 if a process runs out of memory and stops. Another is no answer: the command's own
+    status, or 1 if that is 0 or 2.
     """
     from bigdit.emulator.interpreter import check_machine
 
