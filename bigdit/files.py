@@ -15,7 +15,8 @@ import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -132,6 +133,28 @@ def check_writable(key: str, folder: Path, nbytes: int = 0) -> None:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError as error:
         raise UserError(f"{key}: cannot write {folder}: {why_unwritten(error, folder)}; choose another") from None
+
+
+def check_ours(folder: Path, what: str, mark: str, ours: Iterable[str]) -> set[str]:
+    """The names in `folder`, the value of --out. Raises UserError unless there are none, or one is `mark` and the others
+    match `ours`: the files of an earlier `what`, which a new one replaces."""
+    if not folder.exists():
+        return set()
+    if not folder.is_dir():
+        raise UserError(f"--out: {folder} is a file; name a folder")
+    found = {file.name for file in folder.iterdir()}
+    if found and mark not in found:
+        raise UserError(f"--out: {folder} holds {_some(found)} and no {what}; name another folder, or an empty one")
+    if others := {name for name in found if not any(fnmatch(name, each) for each in ours)}:
+        raise UserError(
+            f"--out: {folder} holds {_some(others)}, which no {what} wrote; move it, or name another folder"
+        )
+    return found
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (" …" if len(names) > 3 else "")
 
 
 def why_unwritten(error: OSError, folder: Path) -> str:

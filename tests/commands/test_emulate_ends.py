@@ -101,6 +101,21 @@ def test_a_command_that_uses_no_gpu_is_no_answer() -> None:
     assert "no answer" in done.stdout
 
 
+def test_a_report_replaces_only_an_earlier_report(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = ("emulate", "--gpu", "a40", "--out", out, "--", "true")
+    assert [in_process(*asked).stderr.count(f"wrote {out}/report") for _ in range(2)] == [2, 2]
+    (out / "cat.png").touch()
+    assert in_process(*asked).stderr == (
+        f"error: --out: {out} holds cat.png, which no emulation wrote; move it, or name another folder\n"
+    )
+    (out / "report.json").unlink()
+    (out / "report.html").unlink()
+    assert in_process(*asked).stderr == (
+        f"error: --out: {out} holds cat.png and no emulation; name another folder, or an empty one\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [
