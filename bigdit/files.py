@@ -136,8 +136,8 @@ def check_writable(key: str, folder: Path, nbytes: int = 0) -> None:
 
 
 def check_ours(folder: Path, what: str, mark: str, ours: Iterable[str]) -> set[str]:
-    """The names in `folder`, the value of --out. Raises UserError unless there are none, or one is `mark` and the others
-    match `ours`: the files of an earlier `what`, which a new one replaces."""
+    """The names in `folder`, the value of --out. Raises UserError unless there are none, or one is `mark` and all match
+    `ours`: the files of an earlier `what`, which a new one replaces."""
     if not folder.exists():
         return set()
     if not folder.is_dir():
