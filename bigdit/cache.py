@@ -35,9 +35,12 @@ def read_checksummed(path: Path) -> bytes:
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
+VARIABLE = "BIGDIT_CACHE"
+
+
 def cache_root() -> Path:
     """BIGDIT_CACHE, or bigdit's folder in the user's cache (XDG base directory specification)."""
-    chosen = os.environ.get("BIGDIT_CACHE")
+    chosen = os.environ.get(VARIABLE)
     return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bigdit"
 
 

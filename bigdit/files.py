@@ -15,14 +15,17 @@ import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from bigdit import log
 from bigdit.errors import UserError
+from bigdit.units import gib
 
 TEMPORARY = ".tmp-"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of file systems without locks: Lustre without the mount option flock, some FUSE and object stores.
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -117,20 +120,52 @@ def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
+        with contextlib.suppress(OSError):  # a folder that is read-only, or missing
+            temporary.unlink(missing_ok=True)
 
 
-def check_writable(key: str, folder: Path) -> None:
-    """Raise UserError if `folder`, the value of `key`, cannot be made or written. It writes a nameless file into the
-    existing part of the path."""
-    there = folder
-    while not os.path.exists(there):
-        there = there.parent
+def check_writable(key: str, folder: Path, nbytes: int = 0) -> None:
+    """Raise UserError if `folder`, the value of `key`, cannot be made or written, or has no room for `nbytes`. It
+    writes a nameless file into the existing part of the path."""
     try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
+        with tempfile.TemporaryFile(dir=_existing(folder)) as file:
+            if nbytes:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError as error:
-        raise UserError(f"{key}: cannot write {folder}: {error.strerror}; choose another") from None
+        raise UserError(f"{key}: cannot write {folder}: {why_unwritten(error, folder)}; choose another") from None
+
+
+def check_ours(folder: Path, what: str, mark: str, ours: Iterable[str]) -> set[str]:
+    """The names in `folder`, the value of --out. Raises UserError unless there are none, or one is `mark` and all match
+    `ours`: the files of an earlier `what`, which a new one replaces."""
+    if not folder.exists():
+        return set()
+    if not folder.is_dir():
+        raise UserError(f"--out: {folder} is a file; name a folder")
+    found = {file.name for file in folder.iterdir()}
+    if found and mark not in found:
+        raise UserError(f"--out: {folder} holds {_some(found)} and no {what}; name another folder, or an empty one")
+    if others := {name for name in found if not any(fnmatch(name, each) for each in ours)}:
+        raise UserError(
+            f"--out: {folder} holds {_some(others)}, which no {what} wrote; move it, or name another folder"
+        )
+    return found
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (" …" if len(names) > 3 else "")
+
+
+def why_unwritten(error: OSError, folder: Path) -> str:
+    """The system's reason; of a full disk with the free bytes."""
+    free = f", {gib(shutil.disk_usage(_existing(folder)).free)} free" if error.errno in FULL else ""
+    return f"{error.strerror or error}{free}"
+
+
+def _existing(folder: Path) -> Path:
+    """The part of the path that exists."""
+    return folder if os.path.exists(folder) else _existing(folder.parent)
 
 
 def write_bytes(path: Path, data: bytes, scratch: Path | None = None) -> None:

@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Annotated
@@ -187,18 +189,22 @@ def _look_at_emulated_gpus(health: Health) -> None:
     from bigdit.emulator import build, interpreter
 
     compiler = python = torch = None
-    try:
+    with suppress(UserError):
         compiler = build.compiler()
-        found = interpreter.cuda_python()
+    with _fixes(health):
+        interpreter.check_machine()
+    with _fixes(health):
+        found = interpreter.needed_python()
         torch, python = interpreter.cuda_build(found), str(found)
+    health.emulated = EmulatedGpu(torch, python, compiler, str(build.cache_folder()), len(build.builds()))
+
+
+@contextmanager
+def _fixes(health: Health) -> Iterator[None]:
+    try:
+        yield
     except UserError as error:
         health.fixes.extend(error.problems)
-    cache = build.cache_folder()
-    nearest = next(folder for folder in (cache, *cache.parents) if folder.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        health.fixes.append(f"{nearest} cannot be written, and emulated GPUs are built in {cache}: set BIGDIT_CACHE")
-    builds = sum(folder.name.isalnum() for folder in cache.iterdir()) if cache.is_dir() else 0
-    health.emulated = EmulatedGpu(torch, python, compiler, str(cache), builds)
 
 
 def _import_error(code: str) -> str | None:

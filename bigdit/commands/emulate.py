@@ -58,7 +58,8 @@ def run(
     The CUDA build of PyTorch runs without a GPU. Kernels are not executed; all memory is counted. With --json
     the command's output goes to stderr.
 
-    Exit status: 2 if a process runs out of memory and stops. Otherwise the command's own, with 1 in place of 2.
+    Exit status: 0 if it fits; 2 if a process runs out of memory and stops. Another is no answer: the command's own
+    status, or 1 if that is 0 or 2.
     """
     from bigdit.emulator.interpreter import check_machine
 
@@ -102,6 +103,7 @@ def _emulate(
     from bigdit.emulator.emulation import Emulation
     from bigdit.emulator.launch import emulated_environment, shared_state
     from bigdit.emulator.run import run_emulated, workplace
+    from bigdit.report.emulation import FIRST_SKIPPED
 
     with workplace() as folder:
         environment = emulated_environment(device, gpus) | {"PET_NPROC_PER_NODE": str(gpus)}  # torchrun's default: 1
@@ -111,7 +113,7 @@ def _emulate(
             environment |= lay_out(fake_weights, folder / "hub", environment)
 
         def once(skip_first: bool) -> EmulatedRun:
-            snapshots = out if not skip_first else None if out is None else out / "first-step-skipped"
+            snapshots = out if not skip_first else None if out is None else out / FIRST_SKIPPED
             with ExitStack() as stack:
                 states = [stack.enter_context(shared_state()) for _ in range(nodes)]
                 return run_emulated(

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigdit.cache import cache_root
+from bigdit.cache import VARIABLE, cache_root
 from bigdit.errors import UserError
-from bigdit.files import TEMPORARY
+from bigdit.files import FULL, TEMPORARY, check_writable, why_unwritten
+from bigdit.units import MIB
 
 if TYPE_CHECKING:
     from elftools.elf.elffile import ELFFile
@@ -277,12 +278,26 @@ HOST, HOST_SOURCES = "libbigdit-host.so", ("host.c", "blank.c")
 DIGESTS = "digests.json"
 """The file with the SHA-256 of each library, which is checked before loading (inside/libraries.py)."""
 
+_BUILT_BYTES = MIB
+"""More than the libraries and the compiler's temporary files take: 0.4 MiB, as `du` shows."""
+
 _FLAGS = ("-O1", "-fPIC", "-shared", "-pthread", "-Wl,-rpath,$ORIGIN")
 
 
 def cache_folder() -> Path:
     """The folder of built libraries."""
     return cache_root() / "emulator"
+
+
+def builds() -> list[Path]:
+    """The built libraries, for one build of torch each."""
+    return [file.parent for file in cache_folder().glob(f"*/{DIGESTS}")]
+
+
+def check_cache() -> None:
+    """Raise UserError if no libraries are built, and the cache cannot take any."""
+    if not builds():
+        check_writable(VARIABLE, cache_folder(), _BUILT_BYTES)
 
 
 def compiler() -> str:
@@ -312,26 +327,26 @@ def build(packages: Sequence[Path], folder: Path) -> None:
 
     Of processes that build at the same time, one wins. Raises UserError, with the compiler's message, on failure.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
     try:
-        libraries = wanted(packages)
-        for name in sorted(libraries, key=lambda name: name != "libcuda.so.1"):  # the others are linked to it
-            _library(name, libraries[name], temporary)
-        _cc(temporary, "-o", HOST, *(str(C / name) for name in HOST_SOURCES), "-ldl")
-        built = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(temporary.iterdir())}
-        (temporary / DIGESTS).write_text(json.dumps(built))
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder.parent, ignore_cleanup_errors=True) as temporary:
+            _fill(packages, Path(temporary))
+            try:
+                os.rename(temporary, folder)
+            except OSError:
+                if not folder.is_dir():
+                    raise
     except OSError as error:
-        raise UserError(
-            f"the emulated GPU's libraries cannot be written to {folder}: {error.strerror or error}"
-        ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"{VARIABLE}: cannot write {folder}: {why_unwritten(error, folder)}; choose another") from None
+
+
+def _fill(packages: Sequence[Path], folder: Path) -> None:
+    libraries = wanted(packages)
+    for name in sorted(libraries, key=lambda name: name != "libcuda.so.1"):  # the others are linked to it
+        _library(name, libraries[name], folder)
+    _cc(folder, "-o", HOST, *(str(C / name) for name in HOST_SOURCES), "-ldl")
+    built = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+    (folder / DIGESTS).write_text(json.dumps(built))
 
 
 def _library(name: str, library: Library, folder: Path) -> None:
@@ -369,8 +384,13 @@ def _versions(library: Library) -> str:
 
 
 def _cc(folder: Path, *arguments: str) -> None:
-    done = subprocess.run([compiler(), *_FLAGS, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    own = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
+    command = [compiler(), *_FLAGS, *arguments]
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
     if done.returncode:
+        for number in FULL:
+            if os.strerror(number) in done.stderr:
+                raise OSError(number, os.strerror(number))
         message = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
         raise UserError(f"{compiler()} cannot build the emulated GPU's libraries: {message}")
 

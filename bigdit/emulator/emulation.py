@@ -172,7 +172,7 @@ def read_account(path: Path) -> Account | None:
 
 EXIT_DOES_NOT_FIT = 2
 EXIT_FAILED = 1
-"""Replaces a command's own status 2, which would look like EXIT_DOES_NOT_FIT."""
+"""Replaces a command's own status 2, which would look like EXIT_DOES_NOT_FIT, and 0 without an answer."""
 
 
 class EmulatedRun(Strict):
@@ -238,11 +238,11 @@ class Emulation(Strict):
 
     @property
     def exit_status(self) -> int:
-        """2 only if a process ran out of memory and did not continue; else the command's own, with 1 for 2."""
+        """0 if it fits; 2 if a process ran out of memory and did not continue; else the command's own, or 1."""
         if self.fits is False:
             return EXIT_DOES_NOT_FIT
         own = next((run.exit_status for run in self.runs if run.exit_status), 0)
-        return EXIT_FAILED if own == EXIT_DOES_NOT_FIT else own
+        return EXIT_FAILED if own == EXIT_DOES_NOT_FIT or (own == 0 and self.fits is None) else own
 
     def process(self, account: Account, gpu: GpuAccount) -> ByteRange:
         """The memory of a process at its peak in nvidia-smi: reserved memory, CUDA context and NCCL."""

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from bigdit.cache import cache_root
-from bigdit.emulator.build import compiler
+from bigdit.emulator.build import check_cache, compiler
 from bigdit.errors import UserError, versions
 from bigdit.processes import ROOT
 
@@ -26,6 +26,11 @@ def cuda_python() -> Path:
     Raises UserError if emulated GPUs cannot run, with the command that fixes it.
     """
     check_machine()
+    return needed_python()
+
+
+def needed_python() -> Path:
+    """As `cuda_python`, without a look at the machine."""
     found = find_cuda_python()
     if found is None:
         raise UserError(
@@ -35,11 +40,12 @@ def cuda_python() -> Path:
 
 
 def check_machine() -> None:
-    """Raise UserError unless this is Linux on x86-64 with a C compiler."""
+    """Raise UserError unless this is Linux on x86-64 with a C compiler, and a cache for what that compiles."""
     system, machine = platform.system(), platform.machine()
     if (system, machine) != ("Linux", "x86_64"):
         raise UserError(f"emulated GPUs run on Linux on x86-64 only, and this is {system} on {machine}")
     compiler()
+    check_cache()
 
 
 def find_cuda_python() -> Path | None:

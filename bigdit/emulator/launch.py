@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bigdit.catalog import Gpu
@@ -103,9 +103,9 @@ def compile_caches() -> dict[str, str]:
     They have candidates of autotuners that nothing timed, which must not reach a real GPU of the same name.
     """
     compiled = build.cache_folder() / "compiled"
-    try:  # torch makes it with its first import, compiled or not
+    with suppress(OSError):  # torch makes it with its first import, compiled or not
         (compiled / "inductor").mkdir(parents=True, exist_ok=True)
-    except OSError:  # as bigdit's own cache, it may be read-only
+    if not os.access(compiled / "inductor", os.W_OK):  # as bigdit's own cache, it may be read-only
         compiled = Path(tempfile.gettempdir(), f"bigdit-compiled-{os.getuid()}")
     own = {"TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"), "TRITON_CACHE_DIR": str(compiled / "triton")}
     return {name: os.environ.get(name) or folder for name, folder in own.items()}

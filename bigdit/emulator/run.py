@@ -218,7 +218,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 @contextlib.contextmanager
 def _forward_signals(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[None]:
     """Forward SIGINT and SIGTERM to the commands, and log where their processes were. They end this process after the
-    commands."""
+    commands: SIGTERM with the status that a shell gives."""
     came: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
@@ -234,6 +234,9 @@ def _forward_signals(processes: Sequence[subprocess.Popen[bytes]], folder: Path)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if came[:1] == [signal.SIGTERM]:
+        log.notice("SIGTERM: stopped without a report")
+        raise SystemExit(128 + signal.SIGTERM)
     if came:
         raise KeyboardInterrupt
 

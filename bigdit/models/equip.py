@@ -8,14 +8,17 @@ train_controlnet_flux.py, train_controlnet_sd3.py and train_controlnet_sana.py.
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import os
 import re
+import traceback
 import types
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import diffusers
@@ -26,8 +29,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bigdit import libraries
+from bigdit.cache import VARIABLE
 from bigdit.catalog.families import CONTROLNET, FAMILIES
 from bigdit.errors import UserError
+from bigdit.files import FULL, why_unwritten
 from bigdit.models.build import outline
 from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.families import family as family_of
@@ -181,10 +186,13 @@ def compile_errors() -> Iterator[None]:
         yield
     except (RuntimeError, OSError) as error:
         cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # torch sets it when it first compiles
-        of_cache = isinstance(error, OSError) and cache is not None and str(error.filename).startswith(cache)
+        calls = (str(call.f_globals.get("__name__")) for call, _ in traceback.walk_tb(error.__traceback__))
+        of_cache = isinstance(error, OSError) and any(call.startswith(("torch._inductor", "triton.")) for call in calls)
         if not of_cache and not any(each.__module__ == "torch._dynamo.exc" for each in type(error).__mro__):
             raise
         inner = getattr(error, "inner_exception", error)
+        if cache is not None and isinstance(inner, OSError):
+            _raise_unwritten(inner, cache)
         # For a wrong shape torch's first line says only that a call failed; the cause is in the text.
         cause = re.search(r"got (\w+)\(['\"](.*?)['\"]\)", str(inner))
         why = ": ".join(cause.groups() if cause else [type(inner).__name__, *str(inner).splitlines()[:1]])
@@ -192,6 +200,18 @@ def compile_errors() -> Iterator[None]:
         or_cache = f", or remove the compiler's cache {cache}" if cache is not None and cache in why else ""
         raise UserError(
             f"strategy.compile_blocks: torch cannot compile a block: {why}; leave compile_blocks out{or_cache}"
+        ) from error
+
+
+def _raise_unwritten(error: OSError, cache: str) -> None:
+    """Raise UserError if the compiler could not write its cache."""
+    where = str(error.filename or cache)
+    if error.errno in FULL or (error.errno in (errno.EROFS, errno.EACCES, errno.ENOTDIR) and where.startswith(cache)):
+        emulated = os.environ.get("BIGDIT_EMULATED_CACHE")
+        key = VARIABLE if emulated and where.startswith(emulated) else "TORCHINDUCTOR_CACHE_DIR"
+        raise UserError(
+            f"strategy.compile_blocks: torch's compiler cannot write {where}: {why_unwritten(error, Path(where))}; set "
+            f"{key} to another folder"
         ) from error
 
 

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any, TypeVar
 
-from bigdit.cache import Cache, digest_of, installed
+from bigdit.cache import VARIABLE, Cache, digest_of, installed
 from bigdit.catalog import Gpu
 from bigdit.config.strategy_text import LARGEST_MICRO_BATCH
 from bigdit.emulator import emulated_environment
@@ -79,6 +79,9 @@ def workers_here() -> int:
     cores = len(os.sched_getaffinity(0))
     return max(2, min(cores, memory_bytes() // WORKER_BYTES, MOST_WORKERS))
 
+
+_OF_THE_CACHE = (VARIABLE, "TORCHINDUCTOR_CACHE_DIR")
+"""An error that names one of these is no answer about a step: all steps have it."""
 
 _COMPILED_TIMES = 6
 """How many times as long steps with compiled blocks may take: the compiler needs minutes on a busy machine."""
@@ -168,7 +171,7 @@ class EmulatedGpus:
             return found
 
     def attempts(self, jobs: Sequence[AttemptJob]) -> list[Attempt | Exception]:
-        """An attempt for each job, in parallel; or its UserError or WorkerError.
+        """An attempt for each job, in parallel; or its UserError or WorkerError. Raises UserError about the cache.
 
         Equal jobs run once. Failures that may be due to this machine (a timeout, a process that died) are lines in
         `unanswered` too.
@@ -218,6 +221,8 @@ class EmulatedGpus:
         try:
             return self._attempt(job)
         except (UserError, WorkerError) as error:
+            if any(name in str(error) for name in _OF_THE_CACHE):
+                raise
             if isinstance(error, TookTooLong | WorkerError):
                 self.unanswered[str(error).splitlines()[0].rstrip(":")] = None
             return error

@@ -24,7 +24,7 @@ from bigdit.emulator.emulation import (
     TensorGroup,
     times,
 )
-from bigdit.files import check_writable, write_json, write_text
+from bigdit.files import check_ours, check_writable, write_json, write_text
 from bigdit.memory.process import ByteRange
 from bigdit.report.figures import BEHIND, COLOURS, canvas, draw_usable
 from bigdit.report.html import inline, render
@@ -291,7 +291,7 @@ def _say(line: str) -> None:
     log.out.print(line, highlight=False)
 
 
-PAGE, JSON = "report.html", "report.json"
+PAGE, JSON, FIRST_SKIPPED = "report.html", "report.json", "first-step-skipped"
 
 MOST_CURVES = 4
 """Processes with a curve on the page: the highest; the table and the JSON have all."""
@@ -303,9 +303,11 @@ SHADES = {"backward": COLOURS["saved activation"], "step": COLOURS["optimizer st
 
 
 def clear_folder(folder: Path) -> None:
-    """Remove the files of an earlier emulation from the folder. Raises UserError if it cannot be written."""
+    """Remove the files of an earlier emulation from the folder. Raises UserError if it holds others, or cannot be
+    written."""
+    found = check_ours(folder, "emulation", JSON, (PAGE, JSON, "snapshot-*.pickle", FIRST_SKIPPED))
     check_writable("--out", folder)
-    if (folder / JSON).exists():
+    if found:
         for file in (folder / PAGE, folder / JSON, *folder.rglob("snapshot-*.pickle")):
             file.unlink(missing_ok=True)
 

@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 from bigdit import log
 from bigdit.config.plan_file import DS_CONFIG, FILE, read_plan_file, text_digest, write_plan_file
 from bigdit.errors import UserError
-from bigdit.files import TEMPORARY, check_writable, commit_folder, read_bytes, write_json, write_text
+from bigdit.files import TEMPORARY, check_ours, check_writable, commit_folder, read_bytes, write_json, write_text
 from bigdit.memory import CATEGORIES, PhasePeak, Timeline
 from bigdit.report import words
 from bigdit.report.figures import curves_figure, front_figure, save, timeline_figure
@@ -357,31 +357,13 @@ def document(plan: Plan) -> str:
 
 def _kept_run(folder: Path) -> str | None:
     """The run.yaml in `folder`, if it was edited. Raises UserError unless a plan may replace the folder."""
-    if not folder.exists():
-        return None
-    if not folder.is_dir():
-        raise UserError(f"--out: {folder} is a file; name a folder")
-    found = {file.name for file in folder.iterdir()}
-    if not found:
-        return None
-    if FILE not in found:
-        raise UserError(f"--out: {folder} holds {_some(found)} and no plan; name another folder, or an empty one")
-    if found - OURS:
-        raise UserError(
-            f"--out: {folder} holds {_some(found - OURS)}, which a new plan would delete; move it, or name another "
-            "folder"
-        )
+    found = check_ours(folder, "plan", FILE, OURS)
     try:
         text = read_bytes(folder / RUN).decode() if RUN in found else None
         known = read_plan_file(folder / FILE).run_digest
     except (OSError, ValueError, UserError):  # of another version, or damaged: keep the run.yaml
         known = None
     return None if text is None or text_digest(text) == known else text
-
-
-def _some(names: set[str]) -> str:
-    first = sorted(names)[:3]
-    return ", ".join(first) + (" …" if len(names) > 3 else "")
 
 
 _OPTION = re.compile(r"(?<!\S)--([a-z-]+)")

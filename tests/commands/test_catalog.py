@@ -205,6 +205,7 @@ def test_what_emulated_gpus_need(monkeypatch, tmp_path):
     assert (gpu.torch, gpu.python) == ("2.13.0+cu130 CUDA 13.0", str(cuda))
     assert (gpu.cache, gpu.builds, fixes) == (str(tmp_path / "cache/emulator"), 0, [])
     (tmp_path / "cache/emulator" / "0a1b").mkdir(parents=True)
+    (tmp_path / "cache/emulator" / "0a1b/digests.json").touch()
     monkeypatch.setattr(sys, "executable", str(cuda))
     gpu, _ = found()
     assert (gpu.python, gpu.builds) == (str(cuda), 1)
@@ -216,10 +217,8 @@ def test_what_emulated_gpus_need(monkeypatch, tmp_path):
     monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(tmp_path / "none"))
     monkeypatch.setenv("BIGDIT_CACHE", str(plain))  # a file
     _, fixes = found()
-    assert [fix.split(" ")[1:4] for fix in fixes] == [
-        [str(tmp_path / "none"), "cannot", "be"],
-        ["cannot", "be", "written,"],
-    ]
+    assert fixes[0] == f"BIGDIT_CACHE: cannot write {plain}/emulator: Not a directory; choose another"
+    assert fixes[1].startswith(f"BIGDIT_CUDA_PYTHON: {tmp_path / 'none'} cannot be run")
 
 
 def test_doctor_where_torch_is_broken(monkeypatch, tmp_path, capsys):

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import BIN, ROOT
+from commands import BIN, ROOT, bigdit, in_process
+from disks import mounted
 from gpus import emulate, script
 
 from bigdit.emulator.interpreter import cuda_python
@@ -54,20 +55,65 @@ def test_bad_input_is_one_line(arguments: tuple[object, ...], problem: str) -> N
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", [("plan", "--model", "sana-600m"), ("emulate",)])
+def test_a_cache_that_cannot_be_used_is_named_at_once(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "file").touch()
+    command = (*command, "--gpu", "a40", *(["--", "true"] if command == ("emulate",) else []))
+    with mounted(tmp_path / "full", "size=200k") as full:
+        for cache, reason in ((tmp_path / "file", "Not a directory"), (full, "No space left on device, 0.20 MiB free")):
+            done = in_process(*command, BIGDIT_CACHE=cache)
+            said = f"error: BIGDIT_CACHE: cannot write {cache}/emulator: {reason}; choose another\n"
+            assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_a_disk_that_is_full_when_libraries_are_built_is_named_once(tmp_path: Path) -> None:
+    """It has libraries for another torch. No strategy is blamed."""
+    file = script(tmp_path, "import torch\n")
+    with mounted(tmp_path / "full", "size=200k") as full:
+        (full / "emulator/0a1b").mkdir(parents=True)
+        (full / "emulator/0a1b/digests.json").touch()
+        for done in (
+            emulate("--gpu", "a40", "--", "python", file, BIGDIT_CACHE=full),
+            bigdit("plan", "--model", "sana-600m", "--gpu", "a40", BIGDIT_CACHE=full),
+        ):
+            assert done.returncode == 1
+            (line,) = [each for each in done.stderr.splitlines() if not each.startswith("planning the training of ")]
+            assert re.fullmatch(
+                rf"error: BIGDIT_CACHE: cannot write {full}/emulator/\w+: No space left on device, 0\.\d+ MiB free; "
+                "choose another",
+                line,
+            )
+
+
 def test_a_build_for_cpus_is_reported_once(tmp_path: Path) -> None:
-    """As an error if the command fails by it, as a note if it continues."""
-    for then, status, grade in (("", 1, "error: "), ("; true", 0, "note: a process of the command was not emulated: ")):
+    """As an error if the command fails by it, as a note if it continues. Neither is an answer."""
+    for then, grade in (("", "error: "), ("; true", "note: a process of the command was not emulated: ")):
         done = emulate("--gpu", "a40", "--", "sh", "-c", f"{BIN}/python -c 'import torch'{then}")
-        assert done.returncode == status
+        assert done.returncode == 1
         (line,) = done.stderr.splitlines()
         assert re.match(grade + NO_CUDA, line), line
 
 
 def test_a_command_that_uses_no_gpu_is_no_answer() -> None:
     done = emulate("--gpu", "a40", "--", "true")
-    assert done.returncode == 0
+    assert done.returncode == 1
     assert "no process used a GPU" in done.stdout
     assert "no answer" in done.stdout
+
+
+def test_a_report_replaces_only_an_earlier_report(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = ("emulate", "--gpu", "a40", "--out", out, "--", "true")
+    assert [in_process(*asked).stderr.count(f"wrote {out}/report") for _ in range(2)] == [2, 2]
+    (out / "cat.png").touch()
+    assert in_process(*asked).stderr == (
+        f"error: --out: {out} holds cat.png, which no emulation wrote; move it, or name another folder\n"
+    )
+    (out / "report.json").unlink()
+    (out / "report.html").unlink()
+    assert in_process(*asked).stderr == (
+        f"error: --out: {out} holds cat.png and no emulation; name another folder, or an empty one\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,8 +140,8 @@ def test_a_repository_that_is_not_there_is_named_with_its_option(tmp_path: Path,
     assert [notice.partition("weights: ")[2] for notice in asked] == ([] if named is None else [named])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Signals, status: int) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     file = script(tmp_path, "import torch, time\ntorch.ones(1).cuda()\nprint('ready', flush=True)\ntime.sleep(600)\n")
@@ -107,7 +153,7 @@ def test_nothing_is_left_of_a_killed_emulation(tmp_path: Path, number: signal.Si
         assert running.stdout.readline() == "ready\n"
         folders = list(temporary.glob("bigdit-emulate-*"))
         running.send_signal(number)
-        assert running.wait(timeout=60) == (130 if number == signal.SIGINT else -number)
+        assert running.wait(timeout=60) == status
     assert len(folders) == 1
     assert not (tmp_path / "report").exists()
     deadline = time.monotonic() + 30

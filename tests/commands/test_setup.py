@@ -73,7 +73,7 @@ def test_setup_adds_torch_and_its_triton_to_what_is_there(tmp_path, wheels):
             f"pip reached no index for torch==={TORCH}; run",
         ),
         ({"PIP_REQUIRE_HASHES": 1}, f"pip install torch==={TORCH}: Hashes are required"),
-        ({"BIGDIT_CACHE": "/dev/null"}, "cannot write /dev/null/cuda/torch-"),
+        ({"BIGDIT_CACHE": "/dev/null"}, "BIGDIT_CACHE: cannot write /dev/null/emulator: Not a directory"),
     ],
 )
 def test_setup_says_why_pip_failed_and_leaves_nothing(tmp_path, wheels, more, printed):
@@ -94,8 +94,8 @@ def test_setup_takes_no_other_build_and_no_torch_without_its_triton(tmp_path, to
 
 
 def test_setup_on_a_full_disk(tmp_path, wheels):
-    torch_wheel(wheels, WITH_CUDA + "#" * 2**20)
-    with mounted(tmp_path / "cache", "size=512k") as cache:
+    torch_wheel(wheels, WITH_CUDA + "#" * 2**21)
+    with mounted(tmp_path / "cache", "size=1536k") as cache:
         failed(setup(cache, wheels), f"the disk of {cache}/cuda is full", cache)
 
 

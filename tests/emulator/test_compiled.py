@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from disks import mounted
 from gpus import A40, Done, emulate, script
 
 from bigdit.emulator import emulated_environment
@@ -152,13 +154,17 @@ def program(file: Path, text: str) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("what", ["inductor", "ptxas", "cc", "no triton"])
+@pytest.mark.parametrize("what", ["inductor", "full", "ptxas", "cc", "no triton"])
 def test_a_compilation_that_fails_outside_the_script_names_the_fix(tmp_path, what):
     (tmp_path / "file").touch()
     (tmp_path / "shadow").mkdir()
     (tmp_path / "shadow/triton.py").write_text("raise ModuleNotFoundError('no triton', name='triton')")
     broken, said = {
         "inductor": ({"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file/in")}, "compile cache cannot be written"),
+        "full": (
+            dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), str(tmp_path / "full")),
+            f"compile cache cannot be written: {tmp_path}/full: No space left on device, 0 bytes free; set",
+        ),
         "ptxas": (
             {"TRITON_PTXAS_PATH": program(tmp_path / "ptxas", PTXAS), "TORCHINDUCTOR_COMPILE_THREADS": "2"},
             "assembler ptxas failed",  # in another process
@@ -168,7 +174,9 @@ def test_a_compilation_that_fails_outside_the_script_names_the_fix(tmp_path, wha
     }[what]
     own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i"), "TRITON_CACHE_DIR": str(tmp_path / "t")}
     own |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | broken
-    done = emulate("--gpu", "a40", "--json", "--", "python", script(tmp_path, ONE_KERNEL), **own)
+    with mounted(tmp_path / "full", "size=4k") if what == "full" else nullcontext(tmp_path) as folder:
+        (folder / "filled").write_bytes(bytes(4096))
+        done = emulate("--gpu", "a40", "--json", "--", "python", script(tmp_path, ONE_KERNEL), **own)
     assert done.returncode == 1
     assert said in str(done.account["notices"])
 

@@ -108,6 +108,15 @@ def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
     assert line.endswith(f"; logged once for {cache}")
 
 
+def test_a_read_only_cache_answers_and_says_that_nothing_is_kept(
+    gpus: EmulatedGpus, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mounted(cache, "size=1m,ro"):
+        assert gpus.attempt(asked()).params > 0
+    assert f"{cache}/" in (line := capsys.readouterr().err)
+    assert line.endswith(f"Read-only file system; logged once for {cache}\n")
+
+
 def test_an_answer_that_takes_too_long_is_a_line_and_is_not_kept(cache: Path, worker) -> None:
     worker("exec sleep 60")
     printed = r"^two steps of tiny-sana on an emulated a40 took more than 0\.2 s$"

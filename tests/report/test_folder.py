@@ -309,7 +309,7 @@ def test_what_no_plan_wrote_is_not_deleted(made, tmp_path):
     write_plan(made, folder)
     (folder / "notes").mkdir()
     assert refused(made, folder) == (
-        f"--out: {folder} holds notes, which a new plan would delete; move it, or name another folder"
+        f"--out: {folder} holds notes, which no plan wrote; move it, or name another folder"
     )
     assert refused(made, tmp_path / "weights.bin") == f"--out: {tmp_path}/weights.bin is a file; name a folder"
     assert refused(made, tmp_path / "weights.bin/plan").startswith(f"--out: cannot write {tmp_path}/weights.bin/plan: ")

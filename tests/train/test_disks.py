@@ -1,6 +1,7 @@
 """Training on full or read-only disks: one line, nothing lost, and it resumes once there is room."""
 
 import pytest
+from commands import DIGITS, SINGLE, TINY, bigdit, with_set
 from disks import mounted, remount
 from training import run
 
@@ -41,6 +42,21 @@ def test_an_output_that_can_no_longer_be_written_is_one_line(features, tmp_path,
         remount(disk, "ro")
         assert run(features, disk / "run", "train.steps=4") == 1
         assert errors(capfd) == [f"error: cannot write {disk}/run/lock: Read-only file system; choose another output"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "reason"), [("size=64k", "No space left on device, "), ("size=1m,ro", "Read-only file system; ")]
+)
+def test_a_compilers_cache_that_cannot_be_written_is_named(features, tmp_path, options, reason):
+    settings = (*TINY, *SINGLE, f"data.features={features}", f"output={tmp_path}/run", "strategy.compile_blocks=true")
+    with mounted(tmp_path / "cache", options) as cache:
+        done = bigdit("train", "--config", DIGITS, *with_set(settings), TORCHINDUCTOR_CACHE_DIR=cache)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert line.startswith(f"error: strategy.compile_blocks: torch's compiler cannot write {cache}")
+    assert f": {reason}" in line
+    assert line.endswith("; set TORCHINDUCTOR_CACHE_DIR to another folder")
 
 
 def used(folder):

@@ -6,6 +6,8 @@ A compilation that fails for a reason outside the script gets a notice with the 
 from __future__ import annotations
 
 import errno
+import os
+import shutil
 import subprocess
 import traceback
 from collections.abc import Callable, Sequence
@@ -109,7 +111,8 @@ def _note_max_autotune(module: Any) -> None:
 
 
 _COMPILERS = ("torch._inductor", "torch._dynamo", "triton")
-_NO_FOLDER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_FOLDER = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 def explain(chain: Sequence[BaseException]) -> None:
@@ -132,8 +135,12 @@ def _reason(error: BaseException) -> str:
         command = error.cmd if isinstance(error.cmd, str) else error.cmd[0]
         return f"the compiler {command} ended with status {error.returncode}; name another in CC"
     if isinstance(error, OSError) and error.errno in _NO_FOLDER:
+        folders = (os.environ.get(name, "") for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"))
+        sizes = ((shutil.disk_usage(folder).free, folder) for folder in folders if os.path.isdir(folder))
+        free, folder = min(sizes, default=(0, None))
+        why = f"{error.strerror}, {free:,} bytes free" if error.errno in _FULL else error.strerror
         return (
-            f"the compile cache cannot be written: {error.strerror}: {error.filename}; name another folder in "
-            "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR"
+            f"the compile cache cannot be written: {error.filename or folder}: {why}; set BIGDIT_CACHE, or "
+            "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR, to another folder"
         )
     return ""

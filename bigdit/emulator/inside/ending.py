@@ -64,7 +64,7 @@ def refuse(reason: str) -> None:
     """End a process that cannot be emulated, with exit status 1. `bigdit emulate` logs `reason`, a line, at its end."""
     parent.write_json(f"refused-{os.getpid()}.json", {"reason": reason})
     if not parent.OUT:  # no parent reads the file
-        sys.stderr.write(f"bigdit emulate: {reason}\n")
+        sys.stderr.write(f"error: {reason}\n")
         sys.stderr.flush()
     os._exit(1)
 

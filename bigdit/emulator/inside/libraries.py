@@ -132,11 +132,12 @@ def _build(packages: list[Path], folder: Path) -> None:
     own = {"PYTHONPATH", "PYTHONHOME", "LD_PRELOAD"}
     environment = {key: value for key, value in os.environ.items() if key not in own and "EMULATED" not in key}
     environment["PYTHONPATH"] = os.environ["BIGDIT_EMULATED_HOME"]
-    command = [os.environ["BIGDIT_EMULATED_BUILDER"], "-P", "-m", "bigdit.emulator.build"]
+    command = [os.environ["BIGDIT_EMULATED_BUILDER"], "-W", "ignore", "-P", "-m", "bigdit.emulator.build"]
     command += [str(folder), *map(str, packages)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NoGpu(done.stderr.strip() or f"building the emulated GPU's libraries ended with {done.returncode}")
+        why = done.stderr.strip().removeprefix("error: ")
+        raise NoGpu(why or f"building the emulated GPU's libraries ended with {done.returncode}")
 
 
 NAMES = (
