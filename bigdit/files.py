@@ -7,6 +7,7 @@ read opens only regular files up to a size limit, and recognises Git LFS pointer
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import json
@@ -98,6 +99,13 @@ def leads_out(folder: Path, path: Path) -> bool:
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     blobs = (parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")
     return not any(target.is_relative_to(each) for each in (root, *blobs))
+
+
+def near(path: Path) -> str:
+    """`; did you mean FOLDER/config.json?` for a path that does not exist; empty if its folder has nothing like it."""
+    names = os.listdir(path.parent) if os.path.isdir(path.parent) else []
+    found = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / found[0]}?" if found else ""
 
 
 @contextlib.contextmanager
