@@ -15,7 +15,7 @@ import typer
 from bigdit import log
 from bigdit.commands import EmaWidth, Json, Set, with_options
 from bigdit.errors import UserError, shown
-from bigdit.files import check_writable, read_bytes, write_bytes, write_json
+from bigdit.files import check_writable, near, write_bytes, write_json
 from bigdit.units import LARGEST, LARGEST_SIDE, how_many
 
 if TYPE_CHECKING:
@@ -267,10 +267,17 @@ def _with_progress(what: str, found: Iterator[torch.Tensor], total: int, unit: s
 def _read_captions(path: Path | None) -> list[str]:
     if path is None:
         return []
+    from bigdit.documents import read_file
+    from bigdit.sources.captions import decoded
+    from bigdit.sources.protocol import Unusable
+
     try:
-        return [line.strip() for line in read_bytes(path).decode().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--captions {path} cannot be read: {error}") from None
+        text = decoded(read_file(path, f"--captions {path}", near(path)), str(path))
+    except Unusable as error:
+        raise UserError(f"--captions: {error}") from None
+    if found := [line.strip() for line in text.splitlines() if line.strip()]:
+        return found
+    raise UserError(f"--captions {path} is empty; write a caption or a class into each line")
 
 
 def _parse_sampler(name: str | None) -> SamplerName | None:
