@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO
 
 from bigdit import log
 from bigdit.errors import UserError
+from bigdit.units import gib
 
 TEMPORARY = ".tmp-"
 # Errors of file systems without locks: Lustre without the mount option flock, some FUSE and object stores.
@@ -123,9 +125,32 @@ def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
         os.replace(temporary, path)
         fsync(path.parent)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        raise cannot_write(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def cannot_write(path: Path, error: OSError, what: str = "cannot write") -> UserError:
+    """The error for a path that cannot be written, with the free bytes of a full disk."""
+    room = ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        there = next(each for each in path.absolute().parents if each.is_dir())
+        room = f"; {gib(shutil.disk_usage(there).free)} are free there; make room"
+    return UserError(f"{what} {path}: {error.strerror or error}{room}")
+
+
+@contextlib.contextmanager
+def writing_for(key: str) -> Iterator[None]:
+    """Adds the key, and that another can be chosen, to errors about what cannot be written."""
+    try:
+        yield
+    except UserError as error:
+        problems = error.problems
+        raise UserError(*(f"{key}: {each}; choose another" if _WRITES(each) else each for each in problems)) from error
+
+
+_WRITES = re.compile("cannot (write|export to) ").match
 
 
 def check_writable(key: str, folder: Path) -> None:
@@ -167,9 +192,10 @@ def create_text(path: Path, text: str, scratch: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        raise cannot_write(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return True
 
 

@@ -15,7 +15,7 @@ import typer
 from bigdit import log
 from bigdit.commands import EmaWidth, Json, Set, with_options
 from bigdit.errors import UserError, shown
-from bigdit.files import check_writable, near, write_bytes, write_json
+from bigdit.files import check_writable, near, write_bytes, write_json, writing_for
 from bigdit.units import LARGEST, LARGEST_SIDE, how_many
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def run(args: SampleArguments) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found, name = _source(args)
-    with bounded(device):
+    with bounded(device), writing_for("--out"):
         loaded = _load(args, found, name, device)
         *frames, height, width = bucket or loaded.buckets[0]
         options = SamplingOptions(
@@ -138,7 +138,8 @@ def run(args: SampleArguments) -> None:
         images = loaded.repeated(images, args.count)
         rows, grid = _generate(loaded, prompts, options, images, args.out, args.with_captions)
     report = _document(args, found, rows)
-    write_json(args.out / OF_SAMPLES, report)
+    with writing_for("--out"):
+        write_json(args.out / OF_SAMPLES, report)
     if args.as_json:
         log.emit_json(report)
     wrote = f"{how_many(len(rows), 'video' if frames else 'image')}{' with captions' if args.with_captions else ''}"
