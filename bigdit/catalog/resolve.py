@@ -41,8 +41,8 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     """The model to train. Raises UserError unless one of name, path and class_name is set, and for wrong arguments."""
     ways = [key for key in ("name", "path", "class_name") if getattr(config, key) is not None]
     if len(ways) != 1:
-        found = " and ".join(f"model.{way}" for way in ways) or "none of them"
-        raise UserError(f"exactly one of model.name, model.path and model.class_name was expected; {found} was found")
+        found = f"{' and '.join(f'model.{way}' for way in ways)} were found" if ways else "none of them was found"
+        raise UserError(f"exactly one of model.name, model.path and model.class_name was expected; {found}")
     if config.kwargs and config.class_name is None:
         raise UserError(f"model.kwargs needs model.class_name, and model.{ways[0]} was found")
     if config.name is not None:
