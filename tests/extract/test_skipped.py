@@ -52,7 +52,7 @@ def test_a_mended_file_of_a_table_is_found_by_its_content(tmp_path):
     save(tmp_path / "b.png")
     done = command(*asked)
     assert f"{tmp_path}/f: 1 of 2 images encoded" in done.stdout
-    assert done.stdout.endswith("and that a table names, are found by `bigdit extract --by-content`\n")
+    assert done.stdout.endswith("after mending files that a table names, run `bigdit extract --by-content`\n")
     done = command(*asked, "--by-content")
     assert f"{tmp_path}/f: 2 of 2 images encoded" in done.stdout
 
