@@ -7,10 +7,12 @@ read opens only regular files up to a size limit, and recognises Git LFS pointer
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -103,6 +105,13 @@ def leads_out(folder: Path, path: Path) -> bool:
     return not any(target.is_relative_to(each) for each in (root, *blobs))
 
 
+def near(path: Path) -> str:
+    """`; did you mean FOLDER/config.json?` for a path that does not exist; empty if its folder has nothing like it."""
+    names = os.listdir(path.parent) if os.path.isdir(path.parent) else []
+    found = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / found[0]}?" if found else ""
+
+
 @contextlib.contextmanager
 def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
     """A temporary file that replaces `path` when the block ends without error, and is removed otherwise.
@@ -118,10 +127,28 @@ def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
         os.replace(temporary, path)
         fsync(path.parent)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        raise cannot_write(path, error) from error
     finally:
         with contextlib.suppress(OSError):  # a folder that is read-only, or missing
-            temporary.unlink(missing_ok=True)
+            temporary.unlink()
+
+
+def cannot_write(path: Path, error: OSError, what: str = "cannot write") -> UserError:
+    """The error for a path that cannot be written."""
+    return UserError(f"{what} {path}: {why_unwritten(error, path)}")
+
+
+@contextlib.contextmanager
+def writing_for(key: str) -> Iterator[None]:
+    """Adds the key, and that another can be chosen, to errors about what cannot be written."""
+    try:
+        yield
+    except UserError as error:
+        problems = error.problems
+        raise UserError(*(f"{key}: {each}; choose another" if _WRITES(each) else each for each in problems)) from error
+
+
+_WRITES = re.compile("cannot (write|export to) ").match
 
 
 def check_writable(key: str, folder: Path, nbytes: int = 0) -> None:
@@ -194,9 +221,10 @@ def create_text(path: Path, text: str, scratch: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        raise cannot_write(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
     return True
 
 

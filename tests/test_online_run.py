@@ -66,7 +66,7 @@ DAMAGES = {
     },
     "3.txt": {
         b" \n": "caption 3.txt is empty",
-        b"\xff": "caption 3.txt is not UTF-8",
+        b"\xff": "caption 3.txt is not UTF-8; save it as UTF-8",
         None: "caption 3.txt is missing",
     },
 }

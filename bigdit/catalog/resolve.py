@@ -27,8 +27,9 @@ from bigdit.catalog.models import CatalogModel, TextInput, Vae, latent_shape, mo
 from bigdit.catalog.names import load_json, refusal
 from bigdit.config.data import DataConfig, IdentityCodec, VaeCodec, frames_of, written_bucket
 from bigdit.config.run import ModelConfig
-from bigdit.documents import parse_json, read_file, read_json
+from bigdit.documents import parse_json, read_file, read_json, written
 from bigdit.errors import UserError, nearest
+from bigdit.files import near
 from bigdit.strategy import ModelSpec
 
 INDEX, CONFIG = "model_index.json", "config.json"
@@ -40,8 +41,8 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     """The model to train. Raises UserError unless one of name, path and class_name is set, and for wrong arguments."""
     ways = [key for key in ("name", "path", "class_name") if getattr(config, key) is not None]
     if len(ways) != 1:
-        found = " and ".join(f"model.{way}" for way in ways) or "none of them"
-        raise UserError(f"exactly one of model.name, model.path and model.class_name was expected; {found} was found")
+        found = f"{' and '.join(f'model.{way}' for way in ways)} were found" if ways else "none of them was found"
+        raise UserError(f"exactly one of model.name, model.path and model.class_name was expected; {found}")
     if config.kwargs and config.class_name is None:
         raise UserError(f"model.kwargs needs model.class_name, and model.{ways[0]} was found")
     if config.name is not None:
@@ -59,12 +60,14 @@ def read_model_config(path: Path) -> ModelSpec:
     """
     file = config_file(path)
     try:
-        document: Any = parse_json(read_file(file, str(file), "; a diffusers config.json was expected"))
+        document: Any = parse_json(read_file(file, str(file), near(file) or "; a diffusers config.json was expected"))
     except ValueError as error:
         raise UserError(f"{file} is not a diffusers config.json: it is {error}") from None
     class_name = document.get("_class_name") if isinstance(document, dict) else None
     if not isinstance(class_name, str):
         example = '"_class_name": "FluxTransformer2DModel"'
+        if class_name is not None:
+            raise UserError(f"{file} has _class_name {written(class_name)[:60]}; set it to a class, such as {example}")
         raise UserError(f"{file} has no _class_name; add the model's class, such as {example}, or give a model's name")
     kwargs = {key: value for key, value in document.items() if not key.startswith("_")}
     spec = ModelSpec(name=_name(file.absolute()) or class_name, class_name=class_name, kwargs=kwargs)
@@ -91,8 +94,8 @@ def config_file(path: Path) -> Path:
     path = path.parent if path.name == INDEX else path
     if not os.path.isdir(path):  # False for a name that no file can have, where Path.is_dir raises
         return path
-    inner = path / TRANSFORMER / "config.json"
-    return inner if inner.is_file() else path / "config.json"
+    inner, own = path / TRANSFORMER / "config.json", path / "config.json"
+    return inner if inner.is_file() or ((path / INDEX).is_file() and not own.is_file()) else own
 
 
 _IMAGE_TO_VIDEO = "ImageToVideoPipeline"
@@ -108,6 +111,8 @@ def find_model(asked: str) -> CatalogModel:
     except UserError as error:
         if "/" not in asked or refusal("model", asked):
             raise
+        if similar := near(Path(asked)):
+            raise UserError(f"{asked} does not exist{similar}") from None
         raise UserError(*(f"{problem}; nor is there such a folder here" for problem in error.problems)) from None
 
 

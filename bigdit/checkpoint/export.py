@@ -5,8 +5,10 @@ Computes EMAs of other widths after the run, from saved ones (Karras et al., arX
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +33,7 @@ from bigdit.checkpoint.single_file import Kind, write_single_file
 from bigdit.engines.ema import exponent
 from bigdit.engines.state import EMA, ema_kind
 from bigdit.errors import UserError
-from bigdit.files import commit_folder, filling
+from bigdit.files import cannot_write, commit_folder, filling
 from bigdit.strategy import EmaSpec, LoraSpec, ModelSpec, Strategy
 
 MOST_ERROR = 0.05
@@ -162,8 +164,17 @@ def export(
                 pipeline.write(temporary)
             (temporary / CARD).write_text(card(checkpoint))
             commit_folder(temporary, folder, replace=replace)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot export to {folder}: {error}") from error
+    except (OSError, SafetensorError, UserError) as error:
+        cause = error.__cause__ if isinstance(error, UserError) else error
+        if isinstance(cause, SafetensorError):  # it has a text alone
+            full = _FULL in str(cause)
+            cause = OSError(errno.ENOSPC, _FULL) if full else OSError(str(cause))
+        if not isinstance(cause, OSError):
+            raise
+        raise cannot_write(folder, cause, "cannot export to") from error
+
+
+_FULL = os.strerror(errno.ENOSPC)
 
 
 def _fills(checkpoint: Checkpoint, posthoc: PostHoc | None) -> list[tuple[str, Fill]]:

@@ -11,7 +11,7 @@ import typer
 from bigdit import log
 from bigdit.commands import EmaWidth
 from bigdit.errors import UserError
-from bigdit.files import alone, check_writable
+from bigdit.files import alone, check_writable, writing_for
 
 if TYPE_CHECKING:
     from bigdit.checkpoint import Checkpoint
@@ -48,7 +48,7 @@ def run(
     found, notices = find_checkpoint(checkpoint)
     for line in notices:
         log.notice(line)
-    with alone(out):
+    with writing_for("--out"), alone(out):
         _export(found, out, ema_width, single_file)
     log.notice(f"wrote {found.folder} to {out}")
     return 0

@@ -11,6 +11,7 @@ import typer
 from bigdit import log
 from bigdit.commands import Config, Json, Set, StageOption
 from bigdit.errors import UserError
+from bigdit.files import writing_for
 from bigdit.units import duration, how_many
 
 if TYPE_CHECKING:
@@ -77,16 +78,18 @@ def run(
     for number, run_config in enumerate(runs):
         if any((run_config.data, run_config.encoders) == (other.data, other.encoders) for other in runs[:number]):
             continue  # several stages train on one cache
-        report = extract(
-            with_batch_size(run_config, workers or run_config.data.workers),
-            models[number],
-            workers,
-            start=start_index,
-            end=end_index,
-            shard=shard,
-            engine=asked,
-            by_content=by_content,
-        )
+        sized = with_batch_size(run_config, workers or run_config.data.workers)
+        with writing_for("data.features"):
+            report = extract(
+                sized,
+                models[number],
+                workers,
+                start=start_index,
+                end=end_index,
+                shard=shard,
+                engine=asked,
+                by_content=by_content,
+            )
         reports.append(report)
         if not as_json:
             _print(report, run_config.data.samples)

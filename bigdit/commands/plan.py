@@ -143,7 +143,7 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
     """Make a plan for each stage, and one run.yaml; the run fits if all stages fit."""
     from bigdit.report.plan import show_short
     from bigdit.search.answer import make_plan
-    from bigdit.search.of_run import overruled, requests_of
+    from bigdit.search.of_run import by_key, overruled, requests_of
 
     requests, plans = requests_of(config, overrides, asked), []
     folders = [] if out is None else [out] if len(requests) == 1 else [out / f"stage-{n}" for n in range(len(requests))]
@@ -158,7 +158,10 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
     for number, request in enumerate(requests):
         name = f"stages.{number}" if len(requests) > 1 else str(config)
         with log.status(f"planning {name}") as status:
-            plan = make_plan(request, progress=status)
+            try:
+                plan = make_plan(request, progress=status)
+            except UserError as error:
+                raise UserError(*(by_key(problem) for problem in error.problems)) from None
         plans.append(plan)
         if not as_json:
             show_short(plan, name)

@@ -9,6 +9,7 @@ import typer
 
 from bigdit import log
 from bigdit.commands import EXIT_DOES_NOT_FIT, Frames, GpuOption, Json, Model, Resolution
+from bigdit.errors import UserError
 from bigdit.files import check_writable
 from bigdit.units import count, gib, parse_resolution
 
@@ -45,14 +46,16 @@ def run(
     from bigdit.config.strategy_text import parse_strategy
     from bigdit.memory.process import non_torch_memory_of
     from bigdit.profile.attempt import request_for
-    from bigdit.profile.gpus import EmulatedGpus
+    from bigdit.profile.gpus import EmulatedGpus, of_config
+    from bigdit.profile.pool import WorkerError
 
     for option, file in (("--plot", plot), ("--snapshot", snapshot)):
         if file is not None:
             check_writable(option, file.parent)
     device = catalog.resolve_gpu(gpu)
+    asked = catalog.find_model(model)
     request = request_for(
-        catalog.find_model(model),
+        asked,
         device,
         parse_strategy(strategy),
         resolution=None if resolution is None else parse_resolution(resolution),
@@ -60,7 +63,10 @@ def run(
     )
     title = f"{request.model.name} on an emulated {device.title}: {','.join(strategy)}"
     with log.err.status(f"profiling {request.model.name}"), EmulatedGpus(device, 1, timeout_s=timeout) as emulated:
-        found = emulated.profile(request, snapshot)
+        try:
+            found = emulated.profile(request, snapshot)
+        except (UserError, WorkerError) as error:
+            raise of_config(asked, [error]) from None
     non_torch = non_torch_memory_of(request.strategy, device)
     fits = found.peak_reserved_bytes + non_torch.high_bytes <= device.usable_bytes
     if as_json:

@@ -15,7 +15,7 @@ import typer
 from bigdit import log
 from bigdit.commands import EmaWidth, Json, Set, with_options
 from bigdit.errors import UserError, shown
-from bigdit.files import check_writable, read_bytes, write_bytes, write_json
+from bigdit.files import check_writable, near, write_bytes, write_json, writing_for
 from bigdit.units import LARGEST, LARGEST_SIDE, how_many
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def run(args: SampleArguments) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found, name = _source(args)
-    with bounded(device):
+    with bounded(device), writing_for("--out"):
         loaded = _load(args, found, name, device)
         *frames, height, width = bucket or loaded.buckets[0]
         options = SamplingOptions(
@@ -138,7 +138,8 @@ def run(args: SampleArguments) -> None:
         images = loaded.repeated(images, args.count)
         rows, grid = _generate(loaded, prompts, options, images, args.out, args.with_captions)
     report = _document(args, found, rows)
-    write_json(args.out / OF_SAMPLES, report)
+    with writing_for("--out"):
+        write_json(args.out / OF_SAMPLES, report)
     if args.as_json:
         log.emit_json(report)
     wrote = f"{how_many(len(rows), 'video' if frames else 'image')}{' with captions' if args.with_captions else ''}"
@@ -267,10 +268,17 @@ def _with_progress(what: str, found: Iterator[torch.Tensor], total: int, unit: s
 def _read_captions(path: Path | None) -> list[str]:
     if path is None:
         return []
+    from bigdit.documents import read_file
+    from bigdit.sources.captions import decoded
+    from bigdit.sources.protocol import Unusable
+
     try:
-        return [line.strip() for line in read_bytes(path).decode().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--captions {path} cannot be read: {error}") from None
+        text = decoded(read_file(path, f"--captions {path}", near(path)), str(path))
+    except Unusable as error:
+        raise UserError(f"--captions: {error}") from None
+    if found := [line.strip() for line in text.splitlines() if line.strip()]:
+        return found
+    raise UserError(f"--captions {path} is empty; write a caption or a class into each line")
 
 
 def _parse_sampler(name: str | None) -> SamplerName | None:

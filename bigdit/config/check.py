@@ -87,6 +87,16 @@ def lacks_store(data: DataConfig) -> bool:
     return data.features is not None and not re.match(r"\w+:/", str(data.features)) and not has_store(data)
 
 
+def no_store(features: object) -> UserError:
+    """The error for a folder or URL without a cache, or with parts of one that lost its schema."""
+    folder, extract = Path(str(features)), "`bigdit extract --config RUN.yaml`"
+    if any(folder.glob("part-*.safetensors")):
+        return UserError(
+            f"data.features: {folder / SCHEMA} is missing, and parts are there; {extract} writes it, and keeps them"
+        )
+    return UserError(f"data.features: {features} holds no latents; {extract} makes them")
+
+
 def check_store(data: DataConfig) -> None:
     """Raise UserError if features are online or the cache is missing.
 
@@ -95,9 +105,7 @@ def check_store(data: DataConfig) -> None:
     if data.features is None:
         raise UserError("strategy.features is online, and a cache is read; set it to cached")
     if lacks_store(data):
-        raise UserError(
-            f"data.features: {data.features} holds no latents; `bigdit extract --config RUN.yaml` makes them"
-        )
+        raise no_store(data.features)
 
 
 def _check_images(run: RunConfig) -> Iterator[str]:

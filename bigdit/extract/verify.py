@@ -9,6 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from bigdit import log
+from bigdit.config.check import no_store
 from bigdit.errors import UserError, nearest
 from bigdit.processes import end_with_parent
 from bigdit.store.files import LocalParts, url_of
@@ -56,7 +57,7 @@ def open_schema(root: Path) -> StoreSchema:
         raise UserError(f"{root}: there is no such folder; {hint}{EXTRACT} makes it")
     schema = read_schema(root)
     if schema is None:
-        raise UserError(f"data.features: {root} holds no latents; {EXTRACT} makes them")
+        raise no_store(root)
     return schema
 
 

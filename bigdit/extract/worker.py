@@ -27,6 +27,7 @@ from bigdit.encoders.latents import bucket_pixels, fill_mask, mask_latents
 from bigdit.encoders.load import Encoders, load_encoders
 from bigdit.encoders.protocol import masked_out, to_unit_range
 from bigdit.errors import UserError
+from bigdit.files import cannot_write
 from bigdit.libraries import switched_on
 from bigdit.processes import end_with_parent, undisturbed
 from bigdit.sources.protocol import Caption, Item, Unusable
@@ -121,7 +122,7 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
         watch = Stopwatch()
         while (unit := _request_unit(pipe, committed)) is not None:
             path = part_path(root, unit.start, unit.end)
-            _mark(folder / path.name)
+            _mark(folder, path)
             encoding = UnitEncoder(encoders, schema, watch)
             for progress in encoding.encode(unit.items):
                 pipe.send(progress)
@@ -146,12 +147,12 @@ def _send_done(pipe: Connection, committed: deque[UnitSpeed]) -> None:
         pipe.send(Done(committed.popleft()))
 
 
-def _mark(path: Path) -> None:
+def _mark(folder: Path, path: Path) -> None:
     """Lease a range. Creates the file in the worker's folder into which the part is written later."""
     try:
-        path.touch()
+        (folder / path.name).touch()
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        raise cannot_write(path, error) from None
 
 
 def _record(root: Path, worker: str, speed: UnitSpeed, committed: deque[UnitSpeed], writing_s: float) -> None:

@@ -50,13 +50,19 @@ def apply_checkpointing(model: nn.Module, family: Family, strategy: Strategy) ->
     first = len(blocks) if asked == "all" else asked
     if first > len(blocks):
         raise UserError(f"strategy.checkpointed_blocks is {first}, and the model has {how_many(len(blocks), 'block')}")
+    segments = strategy.checkpointed_segments or SegmentSpec()
+    if segments.stride > len(blocks):
+        key = "blocks" if segments.every is None else "every"
+        raise UserError(
+            f"strategy.checkpointed_segments.{key} is {segments.stride}, and the model has "
+            f"{how_many(len(blocks), 'block')}; set it to {len(blocks)} or less"
+        )
     # A block uses no random numbers (dropout is 0 in pre-training configs), so the RNG state is not kept: copying it
     # would synchronise with the device.
     run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     contexts: Contexts = noop_context_fn
     if strategy.checkpointing == "selective":
         contexts = functools.partial(_selective, frozenset(_kept()))
-    segments = strategy.checkpointed_segments or SegmentSpec()
     for number, block in enumerate(blocks[:first]):
         place = number % segments.stride
         if place < segments.blocks:

@@ -186,7 +186,10 @@ def request_for(
     Both default to the model's own. Raises UserError for pixels that do not fit the model and tokens that cannot
     be split; also for a precision, or FP8, that the GPU does not compute.
     """
-    problems = [*precision_problems(gpu, strategy.precision), *float8_problems(gpu, strategy.float8)]
+    problems = [f"strategy.precision: {problem}" for problem in precision_problems(gpu, strategy.precision)]
+    problems += [
+        f"strategy.float8 is {strategy.float8}, and {problem}" for problem in float8_problems(gpu, strategy.float8)
+    ]
     if problems:
         raise UserError(*problems)
     model = model if strategy.controlnet is None else with_controlnet(model, strategy.controlnet)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from bigdit.cache import VARIABLE, Cache, digest_of, installed
-from bigdit.catalog import Gpu
+from bigdit.catalog import CatalogModel, Gpu
+from bigdit.catalog.resolve import config_file
 from bigdit.config.strategy_text import LARGEST_MICRO_BATCH
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
@@ -22,7 +24,7 @@ from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.processes import ROOT, in_checkout, own_module
 from bigdit.profile.attempt import UNLIMITED, Attempt, AttemptJob, Profile, StepRequest, TookTooLong, check
-from bigdit.profile.pool import Pool, WorkerError, environment
+from bigdit.profile.pool import Pool, WorkerEnded, WorkerError, environment
 from bigdit.strategy import OptimizerSpec
 from bigdit.units import GIB
 
@@ -267,6 +269,23 @@ class EmulatedGpus:
             raise TookTooLong(
                 f"two steps of {name} on an emulated {self.gpu.name} took more than {limit_s:g} s"
             ) from None
+
+
+def of_config(model: CatalogModel, errors: Iterable[Exception]) -> Exception:
+    """The error for a model that cannot step. That of a user's own config.json names it: its arguments are at fault."""
+    first, *_ = errors = [*errors]
+    if model.params is not None or not model.source:
+        return first
+    problems: list[str] = []
+    for error in errors:
+        if isinstance(error, WorkerEnded):  # not the user's error
+            return error
+        if isinstance(error, WorkerError):
+            problems.append(f"its arguments do not fit together: {error.why.removeprefix('RuntimeError: ')}")
+        else:
+            problems += (re.sub(r"^model\.kwargs(\.|: )", "", line) for line in str(error).splitlines()[:1])
+    file = config_file(Path(model.source[0]))
+    return UserError(*dict.fromkeys(f"--model: {file}: {problem}" for problem in problems))
 
 
 def _kind(request: StepRequest) -> str:

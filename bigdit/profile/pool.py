@@ -40,7 +40,12 @@ Started = Callable[[], tuple[list[str], dict[str, str]]]
 
 
 class WorkerError(RuntimeError):
-    """A process ended without an answer. The message has its exit status and error, then the end of its stderr."""
+    """A process ended without an answer. The message has its exit status and error, then the end of its stderr.
+
+    `why`: a line of that error.
+    """
+
+    why = ""
 
 
 class WorkerEnded(WorkerError):
@@ -243,7 +248,9 @@ def failure(what: str, status: int, lines: list[str]) -> Exception:
     kind = WorkerKilled if killed else WorkerError if raised else WorkerEnded
     reasons = [] if killed else raised or [line for line in lines if line.strip()]
     why = f" {reasons[-1][:300]}" if reasons else ""
-    return kind(f"{what} ended with status {status} and no result:{why}\n{end}")
+    error = kind(f"{what} ended with status {status} and no result:{why}\n{end}")
+    error.why = why.strip()
+    return error
 
 
 class _End:

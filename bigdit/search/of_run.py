@@ -44,7 +44,7 @@ def requests_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any]) 
         try:
             return _request(documents[number], asked)
         except UserError as error:
-            raise UserError(*(_by_key(problem) for problem in error.problems)) from None
+            raise UserError(*(by_key(problem) for problem in error.problems)) from None
 
     try:
         return of_each(range(len(documents)), one)
@@ -158,7 +158,7 @@ def _engine(strategy: Strategy) -> str:
     return name
 
 
-def _by_key(problem: str) -> str:
+def by_key(problem: str) -> str:
     """The problem with keys of the run instead of options."""
     problem = problem.replace("--gpus is", "strategy.world_size is").replace("use --gpus 1", "set it to 1")
     for name in sorted(OPTIONS, key=len, reverse=True):  # `lora_base` before `lora`

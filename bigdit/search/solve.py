@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from bigdit.errors import UserError
-from bigdit.profile.pool import WorkerEnded
+from bigdit.profile.gpus import of_config
 from bigdit.search.explore import add_selective, explore, explore_group, hopeful
 from bigdit.search.option import Option
 from bigdit.search.plan import Estimate, Rejected, Verdict
@@ -34,11 +34,7 @@ def search(planner: Planner) -> Estimate:
         short_of_host += short
         failed = explore_group(planner, group, engines)
         if planner.request.model.params is None and failed and not planner.options:  # a user's model cannot step
-            for error in failed.values():
-                if isinstance(error, WorkerEnded):  # not the user's error
-                    raise error
-            name, reasons = planner.request.model.name, map(_reason, failed.values())
-            raise UserError(*dict.fromkeys(f"{name}: {each.removeprefix('model.kwargs.')}" for each in reasons))
+            raise of_config(planner.request.model, failed.values())
         planner.rejected += [Rejected(choice=title, reason=_reason(error)) for title, error in failed.items()]
         lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
         wanted = [each for each in planner.ranked() if each.lossless or not lossless_later]

@@ -34,7 +34,7 @@ def json_captions(data: bytes, name: str) -> tuple[Caption, ...] | None:
     are 1, and other keys are ignored. Raises Unusable for any other form.
     """
     try:
-        value: Any = json.loads(_decoded(data, name))
+        value: Any = json.loads(decoded(data, name))
     except (ValueError, RecursionError):
         raise Unusable(f"caption {name} is not JSON") from None
     weights: Any = None
@@ -74,13 +74,14 @@ def weighted(texts: Sequence[Any], weights: Sequence[Any], name: str) -> tuple[C
     return tuple(captions)
 
 
-def _decoded(data: bytes, name: str) -> str:
+def decoded(data: bytes, name: str) -> str:
+    """The text of a file. Raises Unusable for other encodings than UTF-8 and UTF-16."""
     if is_lfs_pointer(data):
         raise Unusable(f"caption {name} {IS_LFS_POINTER}")
     try:
         text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig")
     except UnicodeDecodeError:
-        raise Unusable(f"caption {name} is not UTF-8") from None
+        raise Unusable(f"caption {name} is not UTF-8; save it as UTF-8") from None
     if "\0" in text:  # UTF-32, or UTF-16 without its mark
         raise Unusable(f"caption {name} has zero bytes, as other encodings do; save it as UTF-8")
     return text
@@ -186,7 +187,7 @@ def read_captions(files: CaptionFiles, read: Callable[[str], bytes | None]) -> t
     if (text := read(in_text)) is None:
         without = "" if data is None else f", and {in_json} has neither caption nor captions"
         raise Missing(f"caption {in_text} is missing{without}")
-    return weighted([_decoded(text, in_text)], [1.0], in_text)
+    return weighted([decoded(text, in_text)], [1.0], in_text)
 
 
 class Missing(Unusable):

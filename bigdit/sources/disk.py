@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import io
 import os
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import xxhash
 
 from bigdit.errors import UserError
-from bigdit.files import open_descriptor
+from bigdit.files import near, open_descriptor
 from bigdit.sources.protocol import Unusable
 
 if TYPE_CHECKING:
@@ -155,10 +154,7 @@ def not_there(path: Path) -> str:
     if len(path.parts) == 2 and not path.is_absolute() and not folder.exists():
         fetched = f"`hf download --repo-type dataset {path} --local-dir {path}`"
         return f"does not exist; if it is a data set of Hugging Face, run {fetched}"
-    names = os.listdir(folder) if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    where = "" if path.is_absolute() else f" in {Path.cwd()}"
-    return f"does not exist{where}" + (f"; did you mean {folder / near[0]}?" if near else "")
+    return f"does not exist{'' if path.is_absolute() else f' in {Path.cwd()}'}{near(path)}"
 
 
 def empty_folder_above(path: Path) -> Path | None:

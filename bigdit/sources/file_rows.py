@@ -255,9 +255,9 @@ class FileRows:
         return iter(self._entries)
 
     def name(self, row: int) -> str:
-        """`train-00000-of-00002.parquet row 17`. The first row of a file is row 0."""
+        """`train-00000-of-00002.parquet row 17`. The first row of a file is row 1, as in all messages."""
         ((number, _, begin, _),) = cut(self._ends, row, row + 1)
-        return f"{self._paths[number].name} row {begin}"
+        return f"{self._paths[number].name} row {begin + 1}"
 
     def base(self, row: int) -> Path:
         """The folder of the row's file."""
@@ -277,7 +277,7 @@ def _read(file_format: Format, path: Path, start: int, end: int, columns: Sequen
         return _READ[file_format](path, start, end, columns, batch_rows)
     except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: texts of errors that are not UTF-8
         raise UserError(
-            f"data.images: rows {start} to {end - 1} of {path} cannot be read: {_line(error)}; run again to resume, or "
+            f"data.images: rows {start + 1} to {end} of {path} cannot be read: {_line(error)}; run again to resume, or "
             f"replace the file"
         ) from None
 

@@ -269,40 +269,48 @@ def _compared(
         name = f"parts of {entry.name}" if key in other_counts else entry.name  # its crops, mirror images or clips
         changes.names |= dict.fromkeys(indices.tolist(), name)
     changes.gone = dict.fromkeys(changes.names)
-    known = _contents(root, found, [index for index in changes.gone if not absent[index]])
+    known, skipped = _contents(root, found, [index for index in changes.gone if not absent[index]])
     if known:
         changes.digests = _digests(inner, changes.new)
-    _keep_unchanged(changes, paired, known)
-    _find_replacements(changes, paired, known)
+    _keep_unchanged(inner, changes, paired, known, skipped)
+    _find_replacements(changes, paired, known, skipped)
     return changes
 
 
-def _keep_unchanged(changes: _Changes, paired: dict[int, int], known: dict[int, Digests]) -> None:
-    """Give images whose content is in the store their index, first to those of the same name."""
+def _keep_unchanged(
+    inner: Source, changes: _Changes, paired: dict[int, int], known: dict[int, Digests], skipped: dict[int, str]
+) -> None:
+    """Give images whose content is in the store their index, first to those of the same name. `skipped`: the names of
+    unusable ones, which keep their index only by that name: the store's report has it."""
     for image, index in paired.items():
         if known[index] == changes.digests[image]:
             changes.places[image] = index
             del changes.gone[index]
-    waiting: dict[Digests, deque[int]] = defaultdict(deque)
+    waiting: dict[tuple[Digests, str], deque[int]] = defaultdict(deque)
     for index in sorted(known.keys() & changes.gone.keys()):
-        waiting[known[index]].append(index)
-    for image in changes.new:
-        if image in changes.digests and waiting[changes.digests[image]]:
-            changes.places[image] = index = waiting[changes.digests[image]].popleft()
+        waiting[known[index], skipped.get(index, "")].append(index)
+    named = {digests for digests, name in waiting if name}
+    for image in changes.new if waiting else ():
+        digests = changes.digests[image]
+        indices = waiting[digests, ""] or (digests in named and waiting[digests, _name(inner, image)])
+        if indices:
+            changes.places[image] = index = indices.popleft()
             del changes.gone[index]
 
 
 _UNREADABLE: Digests = (0, 0)
 
 
-def _find_replacements(changes: _Changes, paired: dict[int, int], known: dict[int, Digests]) -> None:
+def _find_replacements(
+    changes: _Changes, paired: dict[int, int], known: dict[int, Digests], skipped: dict[int, str]
+) -> None:
     """Find what replaces indices that are gone: the image of the same name, or the same image."""
     images: dict[int, deque[int]] = defaultdict(deque)
     by_name = {index: image for image, index in paired.items() if changes.places[image] < 0}
     for gone in sorted(changes.gone):
         if gone in by_name:
             changes.gone[gone] = by_name[gone]
-        elif gone in known and known[gone] != _UNREADABLE:
+        elif gone in known and gone not in skipped:
             images[known[gone][0]].append(gone)
     for image in changes.new:
         found, index = changes.digests.get(image, _UNREADABLE), paired.get(image)
@@ -313,18 +321,22 @@ def _find_replacements(changes: _Changes, paired: dict[int, int], known: dict[in
             changes.edited.append((image, known[index][0] == found[0]))
 
 
-def _contents(root: Path, found: StoreSchema, indices: Sequence[int]) -> dict[int, Digests]:
-    """The digests of images in the store, from their parts. Raises UserError if one is damaged."""
+def _contents(root: Path, found: StoreSchema, indices: Sequence[int]) -> tuple[dict[int, Digests], dict[int, str]]:
+    """The digests of images in the store, from their parts, and the names of skipped ones. Raises UserError if a
+    part is damaged."""
     wanted = np.array(sorted(indices), np.int64)
     cuts = [(each, wanted[slice(*np.searchsorted(wanted, each))]) for each in found.ranges()]
+    skipped = dict[int, str]()
 
-    def read(part: tuple[Range, Ints]) -> Iterator[tuple[int, Digests]]:
-        each, here = part
-        content = Part.open(part_path(root, *each), identity=part_identity(found, each[0])).content
-        return zip(here.tolist(), map(tuple, content[here - each[0]].tolist()), strict=True)
+    def read(cut: tuple[Range, Ints]) -> Iterator[tuple[int, Digests]]:
+        each, here = cut
+        part = Part.open(part_path(root, *each), identity=part_identity(found, each[0]))
+        skipped.update((item.index, item.name) for item in part.header.skipped())
+        return zip(here.tolist(), map(tuple, part.content[here - each[0]].tolist()), strict=True)
 
     with ThreadPoolExecutor(_READERS, "parts") as threads:
-        return dict(itertools.chain.from_iterable(threads.map(read, [cut for cut in cuts if len(cut[1])])))
+        known = threads.map(read, [cut for cut in cuts if len(cut[1])])
+        return dict(itertools.chain.from_iterable(known)), skipped
 
 
 def _digests(inner: Source, images: Sequence[int]) -> dict[int, Digests]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bigdit.errors import UserError
+from bigdit.files import cannot_write
 from bigdit.store.part import part_name, part_path
 
 FOLDER = "workers"
@@ -92,7 +92,7 @@ def own_folder(root: Path) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}") from None
+        raise cannot_write(root, error) from None
     try:
         yield folder
     finally:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from bigdit.catalog.families import FILL, LOSS_MASK, REFERENCE
+from bigdit.config.check import no_store
 from bigdit.errors import UserError
 from bigdit.store.files import LocalParts, ReaderName, RemoteParts, open_remote, read_column
 from bigdit.store.header import Header, check_part, damaged, read_header
@@ -232,7 +233,7 @@ class FeatureStore:
         files.fetch((SCHEMA, INDEX, NULL_TEXT))
         schema = read_schema(files.root)
         if schema is None:
-            raise UserError(f"data.features: {files} holds no latents; {EXTRACT} makes them")
+            raise no_store(files)
         ranges = schema.ranges()
         sizes = files.sizes()
         parts = np.empty((len(ranges), 3), np.int64)

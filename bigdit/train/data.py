@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +58,11 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
         if stored:
             open_store(each.run, each.spec, each.plan)
         elsewhere = url_of(data.features) is not None
+        above = next((each for each in (data.features, *data.features.parents) if os.path.exists(each)), None)
+        if not elsewhere and above is not None and not above.is_dir():
+            raise UserError(
+                f"data.features: cannot write {data.features}: {os.strerror(errno.ENOTDIR)}; choose another"
+            )
         missing = check_sources(data, listed=not stored and not elsewhere)
         if stored and not missing:
             return [*_outdated(data), *_lengths(data)]

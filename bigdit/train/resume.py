@@ -134,6 +134,8 @@ def start_notices(stages: Sequence[Prepared]) -> list[str]:
     start = start_of(stages)
     if start.done is not None:
         return [*start.notices, start.done]
+    if start.found is not None:
+        checkpoint.verify(start.found, by_content=False)
     run = start.stage.run
     if not has_store(run.data):
         return list(start.notices)

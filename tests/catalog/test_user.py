@@ -72,6 +72,21 @@ def test_a_name_is_still_a_name():
         find_model("mine/absent")
 
 
+def test_a_path_that_is_not_there_is_answered_with_the_file_that_is(tmp_path):
+    kwargs = dict(model("pixart-sigma-xl-2-512").spec.kwargs)
+    file = written(tmp_path / "mine", "PixArtTransformer2DModel", kwargs)
+    for name in ("config.jso", "confg.json"):
+        with pytest.raises(UserError, match=rf"^{file.with_name(name)} does not exist; did you mean {file}\?$"):
+            find_model(str(file.with_name(name)))
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline/model_index.json").write_text('{"transformer": ["diffusers", "PixArtTransformer2DModel"]}')
+    with pytest.raises(UserError, match=r"pipeline/transformer/config\.json does not exist; a diffusers config"):
+        find_model(str(tmp_path / "pipeline"))
+    file.write_text(json.dumps(kwargs | {"_class_name": ["a"]}))
+    with pytest.raises(UserError, match=r'config\.json has _class_name \["a"\]; set it to a class, such as "_class'):
+        find_model(str(file))
+
+
 def test_what_a_config_must_say(tmp_path):
     kwargs = dict(model("pixart-sigma-xl-2-512").spec.kwargs)
     for key in ("in_channels", "caption_channels"):

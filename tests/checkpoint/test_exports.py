@@ -1,11 +1,12 @@
 """Weights in diffusers' format: written where the run says, and read back unchanged or not at all."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
-from commands import DIGITS, SINGLE, reading
+from commands import DIGITS, SINGLE, TINY, in_process, reading, with_set
 from diffusers import SanaTransformer2DModel
 from resuming import save
 from safetensors.torch import load_file
@@ -85,10 +86,19 @@ def test_a_half_copied_checkpoint_is_one_line(features, trained, tmp_path, capfd
     output = tmp_path / "run"
     shutil.copytree(trained, output)
     folder = output / "checkpoints/step-00000008"
-    (folder / "engine/rank-00000-of-00001.safetensors").unlink()
-    lacks = f"the checkpoint {folder} lacks engine/rank-00000-of-00001.safetensors; "
-    assert run(features, output, "train.steps=9") == 1
-    assert f"error: {lacks}" in capfd.readouterr().err
+    file = folder / "engine/rank-00000-of-00001.safetensors"
+    lacks = f"the checkpoint {folder} lacks engine/{file.name}; "
+    settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", "train.steps=9"]
+    for damage, problem in (
+        (lambda: os.truncate(file, file.stat().st_size // 2), f"{file} is damaged: its checksum differs from that in "),
+        (file.unlink, lacks),
+    ):
+        damage()
+        assert run(features, output, "train.steps=9") == 1
+        refused = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert refused[0].startswith(f"error: {problem}")
+        dry = in_process("train", "--dry-run", "--config", DIGITS, *with_set(settings))
+        assert (dry.returncode, dry.stderr.splitlines()[-1:]) == (1, refused)
     assert run(features, tmp_path / "other", f"model.init_from={folder}", "train.steps=2") == 1
     assert f"error: model.init_from: {lacks}" in capfd.readouterr().err
     (folder / "state.json").unlink()

@@ -189,7 +189,10 @@ def test_adapters_are_said_to_be_loaded_where_they_belong(pipeline, output, tmp_
 def test_a_full_disk_holds_nothing_of_an_export(output, pipeline, tmp_path):
     save_file({"a": torch.zeros(1 << 18)}, pipeline / WEIGHTS)
     with mounted(tmp_path / "disk", "size=600k") as disk:
-        with pytest.raises(UserError, match=r"^cannot export to .*/disk/out: .*No space left on device"):
+        with pytest.raises(
+            UserError,
+            match=r"^--out: cannot export to .*/out: No space left on device, .* free; choose",
+        ):
             export_command.run(output, disk / "out")
         assert names(disk) == set()
 

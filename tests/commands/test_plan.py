@@ -376,7 +376,7 @@ def test_a_plan_is_of_a_model_or_of_a_run(arguments, line):
     [
         ({"num_attention_heads": 0}, "num_attention_heads is 0, and 1 or more was expected"),
         ({"colour": 3}, "does not take it; known: "),
-        ({"attention_head_dim": 33}, "and no result: RuntimeError: "),
+        ({"attention_head_dim": 33}, "its arguments do not fit together: mat1 and mat2 shapes cannot be multiplied ("),
     ],
 )
 def test_a_model_that_its_class_refuses_is_reported_before_it_is_planned(argument, line, tmp_path):
@@ -387,8 +387,14 @@ def test_a_model_that_its_class_refuses_is_reported_before_it_is_planned(argumen
     assert (done.returncode, done.stdout) == (1, "")
     *stages, printed = done.stderr.splitlines()
     assert all(each.startswith("planning ") for each in stages)
-    assert printed.startswith(f"error: {tmp_path.name}: ")
+    assert printed.startswith(f"error: --model: {file}: ")
     assert line in printed
+    done = in_process("profile", "--model", file, "--gpu", "rtx-4090")
+    assert (done.returncode, done.stderr.startswith(f"error: --model: {file}: "), line in done.stderr) == (
+        1,
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,7 @@ def test_set_needs_a_key_and_a_value():
 def test_one_way_to_name_the_model():
     assert problems(["model.name=sana-600m"]) == [
         "exactly one of model.name, model.path and model.class_name was expected; "
-        "model.name and model.class_name was found"
+        "model.name and model.class_name were found"
     ]
 
 

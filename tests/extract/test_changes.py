@@ -222,6 +222,28 @@ def test_a_dry_run_names_what_training_would_not_see(folder, tmp_path):
     assert notes(images) == [f"note: {features} has 2 sources, and data.images 1; training takes all of {features}"]
 
 
+def test_the_report_names_skipped_images_as_they_are_called_now(folder, tmp_path):
+    """d has no caption, and c is cut; both are renamed, and so is a, which is not encoded again."""
+    features, images = tmp_path / "f", str(folder)
+    os.truncate(folder / "c.bmp", 99)
+    assert encode(images, features).returncode == 0
+    for old, new in (
+        ("a.bmp", "0.bmp"),
+        ("a.txt", "0.txt"),
+        ("c.bmp", "y.bmp"),
+        ("c.txt", "y.txt"),
+        ("d.bmp", "z.bmp"),
+    ):
+        (folder / old).rename(folder / new)
+    assert changed(images, features) == ["data.images[0] changed: 2 added: y.bmp, z.bmp; 2 removed: c.bmp, d.bmp"]
+    report = json.loads((features / "report.json").read_text())
+    assert [item["name"] for item in report["skipped"]] == ["y.bmp", "z.bmp"]
+    assert report["skipped"][1]["reason"] == "caption z.txt is missing"
+    (folder / "z.txt").write_text("caption z")
+    assert changed(images, features) == ["data.images[0] changed: 1 edited: z.bmp"]
+    assert trained_on(features) == ["caption a", "caption b", "caption e", "caption z"]
+
+
 def test_crops_and_mirror_images_that_a_source_gets_later_are_encoded(tmp_path):
     for at in range(2):
         save(tmp_path / f"images/{at}.png", f"caption {at}", gradient(24, 8).point(lambda value, at=at: value + at))

@@ -231,7 +231,10 @@ def test_a_disk_that_refuses_more_is_one_line(noise, tmp_path):
     done = run_command("python", "-c", limited, *arguments, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert re.fullmatch(rf"error: cannot write {tmp_path}/f/part-\d+-\d+\.safetensors: File too large", last)
+    assert re.fullmatch(
+        rf"error: data.features: cannot write {tmp_path}/f/part-\d+-\d+\.safetensors: File too large; choose another",
+        last,
+    )
     names = ["index", "null_text.safetensors", "schema.json", "workers"]
     assert sorted(file.name for file in (tmp_path / "f").iterdir()) == names
     assert list((tmp_path / "f/workers").iterdir()) == []

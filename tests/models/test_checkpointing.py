@@ -137,6 +137,10 @@ def test_a_selective_block_that_writes_into_what_it_keeps_is_refused():
 def test_more_blocks_than_the_model_has_are_refused():
     with pytest.raises(UserError, match=r"strategy\.checkpointed_blocks is 9, and the model has \d blocks"):
         gradients({"checkpointed_blocks": 9})
+    with pytest.raises(
+        UserError, match=r"strategy\.checkpointed_segments\.every is 9, and the model has (\d) blocks; set it to \1 "
+    ):
+        gradients({"checkpointed_blocks": "all", "checkpointed_segments": {"every": 9}})
 
 
 def test_what_a_checkpointed_block_is_given_by_name_moves_too():

@@ -105,12 +105,12 @@ def test_a_gpu_without_fp8_is_a_line(monkeypatch):
     strategy = Strategy(float8="rowwise")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A40")
-    for ask in (
-        lambda: resolve_request(model="sana-1600m", gpu="a40", fp8="rowwise"),
-        lambda: request_for(catalog.model("sana-1600m"), A40, strategy),
-        lambda: check_gpu(strategy, torch.device("cuda")),
+    for key, ask in (
+        ("--fp8: ", lambda: resolve_request(model="sana-1600m", gpu="a40", fp8="rowwise")),
+        ("strategy.float8 is rowwise, and ", lambda: request_for(catalog.model("sana-1600m"), A40, strategy)),
+        ("strategy.float8 is rowwise, and ", lambda: check_gpu(strategy, torch.device("cuda"))),
     ):
-        with pytest.raises(UserError, match=re.escape(without)):
+        with pytest.raises(UserError, match=f"^{key}NVIDIA A40 {re.escape(without)}"):
             ask()
 
 

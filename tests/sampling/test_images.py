@@ -96,7 +96,11 @@ def test_an_image_depends_on_its_caption_and_seed_alone(sampled, trained):
             ["--caption", "x", "--sampler", "ddim"],
             "error: --sampler is ddim, and a model trained by flow_matching takes euler, heun, dpmsolver++ or unipc",
         ),
-        (["--captions", "none.txt"], "error: --captions none.txt cannot be read"),
+        (["--captions", "none.txt"], "error: --captions none.txt does not exist\n"),
+        (
+            ["--captions", "/dev/null"],
+            "error: --captions /dev/null cannot be read: it is a device, and a regular file was",
+        ),
     ],
 )
 def test_errors(trained, tmp_path, arguments, error):
@@ -104,6 +108,17 @@ def test_errors(trained, tmp_path, arguments, error):
     assert done.returncode == 1
     assert error in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_captions_is_read_as_captions_of_images_are(trained, tmp_path):
+    file = tmp_path / "list.txt"
+    for data, problem in (
+        (b" \n", f" {file} is empty; write a caption or a class into each line"),
+        ("café".encode("latin1"), f": caption {file} is not UTF-8; save it as UTF-8"),
+    ):
+        file.write_bytes(data)
+        done = in_process("sample", "--checkpoint", trained, "--out", tmp_path / "out", "--captions", file)
+        assert (done.returncode, done.stderr) == (1, f"error: --captions{problem}\n")
 
 
 def test_what_cannot_be_drawn_is_refused_before_weights_are_loaded(trained):

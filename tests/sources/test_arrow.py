@@ -36,9 +36,9 @@ def test_parquet_of_paths_with_lists_of_captions_and_weights(folder):
     items = opened({"path": str(folder / "list.parquet"), "captions": {"captions": "weights"}}).items(0, 4)
     assert texts(items[0]) == [("a", 1), ("b", 3)]
     assert [reason(item) for item in items[1:]] == [
-        "caption column captions has 1 text and 2 weights (list.parquet row 1)",
-        "caption column captions is empty (list.parquet row 2)",
+        "caption column captions has 1 text and 2 weights (list.parquet row 2)",
         "caption column captions is empty (list.parquet row 3)",
+        "caption column captions is empty (list.parquet row 4)",
     ]
     assert texts(opened({"path": str(folder / "list.parquet"), "captions": {"captions": 5}}).items(1, 2)[0]) == [
         ("c", 5)
@@ -67,7 +67,7 @@ def test_a_parquet_snapshot_is_read_in_any_order_by_split(tmp_path):
     source = opened({"path": str(tmp_path), "split": "train"})
     assert (len(source), source.identity["sources"][0]["kind"]) == (90, "parquet")
     items = source.items(0, 90)
-    assert items[57].name == "train-00001-of-00002.parquet row 7"
+    assert items[57].name == "train-00001-of-00002.parquet row 8"
     order = [*range(90), *reversed(range(90)), *np.random.default_rng(0).permutation(90)]
     assert [value(items[number].load()) for number in order] == order
     assert [texts(item)[0][0] for item in items] == [f"number {number}" for number in range(90)]
@@ -123,7 +123,7 @@ def test_what_datasets_saved_is_read_without_it(tmp_path):
     items = source.items(0, 60)
     assert [value(item.load()) for item in items] == list(range(60))
     assert [texts(item)[0][0] for item in items] == [f"number {number}" for number in range(60)]
-    assert items[59].name == "data-00002-of-00003.arrow row 19"
+    assert items[59].name == "data-00002-of-00003.arrow row 20"
 
     both = datasets.DatasetDict({"train": saved(range(5)), "test": saved(range(2))})
     both.save_to_disk(tmp_path / "both")
@@ -177,7 +177,7 @@ def test_hostile_offsets_and_compressed_arrow_are_refused(tmp_path):
     plain = (tmp_path / "data.arrow").read_bytes()
     assert plain.count(honest) == 1
     (tmp_path / "data.arrow").write_bytes(plain.replace(honest, hostile))
-    with pytest.raises(UserError, match=r"rows 0 to 1 of .*data\.arrow cannot be read: "):
+    with pytest.raises(UserError, match=r"rows 1 to 2 of .*data\.arrow cannot be read: "):
         opened(str(tmp_path)).items(0, 2)
     write(pa.table({"path": ["a"] * 10**6, "caption": ["b"] * 10**6}), compression="lz4")
     with pytest.raises(UserError, match=r"compressed Arrow files are not supported"):
@@ -234,11 +234,11 @@ def test_paths_that_name_no_file_are_skipped(folder):
     paths = ["a\0b", "x" * 5000, "images/1.png/x.png", "images", "images/loop.png", None]
     pq.write_table(pa.table({"path": paths, "caption": ["a caption"] * 6}), folder / "list.parquet")
     assert [reason(item) for item in opened(str(folder / "list.parquet")).items(0, 6)] == [
-        "path with a zero byte (list.parquet row 0)",
-        f"path {'x' * 50}: File name too long (list.parquet row 1)",
-        "path x.png: Not a directory (list.parquet row 2)",
-        "path images: Is a directory (list.parquet row 3)",
-        "path loop.png: Too many levels of symbolic links (list.parquet row 4)",
+        "path with a zero byte (list.parquet row 1)",
+        f"path {'x' * 50}: File name too long (list.parquet row 2)",
+        "path x.png: Not a directory (list.parquet row 3)",
+        "path images: Is a directory (list.parquet row 4)",
+        "path loop.png: Too many levels of symbolic links (list.parquet row 5)",
         "column path names no image",
     ]
 

@@ -196,7 +196,7 @@ def test_the_forms_of_json_captions(tmp_path, content, expected):
     [
         ({}, "caption a.txt is missing"),
         ({"txt": " \n"}, "caption a.txt is empty"),
-        ({"txt": b"\xff"}, "caption a.txt is not UTF-8"),
+        ({"txt": b"\xff"}, "caption a.txt is not UTF-8; save it as UTF-8"),
         ({"txt": b"x" * (2**20 + 1)}, "a.txt has 1048577 bytes; the limit is 1048576"),
         ({"json": "{"}, "caption a.json is not JSON"),
         ({"json": "[" * 100_000}, "caption a.json is not JSON"),

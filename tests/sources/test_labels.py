@@ -53,7 +53,7 @@ def test_a_column_holds_labels(folder, tmp_path, form):
     source = opened({"path": file, "label": "label"})
     items = source.items(0, 3)
     assert [item.load().label for item in items[:2]] == ["cat", "ant"]
-    row = "rows.csv row 3" if form == "csv" else "rows.parquet row 2"
+    row = f"rows.{form} row 3"
     assert reason(items[2]) == f"label column label is ' '; expected the name or the number of a class ({row})"
     assert source.identity["digest"] != opened({"path": file, "captions": "label"}).identity["digest"]
 

@@ -127,9 +127,9 @@ def test_metadata_may_be_a_parquet_file(tmp_path, capsys):
     pq.write_table(pa.table({"file_name": [*rows], "text": [*rows.values()]}), tmp_path / "metadata.parquet")
     a, b, c = opened(str(tmp_path)).items(0, 9)
     assert (texts(a), texts(b)) == ([("of a", 1), ("a", 1)], [("b", 1)])
-    assert reason(c) == "metadata.parquet row 2: caption column text is empty"
+    assert reason(c) == "metadata.parquet row 3: caption column text is empty"
     assert [line.removeprefix("data.images: ") for line in capsys.readouterr().err.splitlines()] == [
-        "metadata.parquet row 3: column file_name names no image",
+        "metadata.parquet row 4: column file_name names no image",
         f"1 row of {tmp_path}/metadata.parquet names no image: gone.png",
     ]
 

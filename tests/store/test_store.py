@@ -193,6 +193,11 @@ def test_missing_parts_are_counted_with_the_command_that_makes_them(root, tmp_pa
         FeatureStore.open(root)
     with pytest.raises(UserError, match=r"nowhere holds no latents; `bigdit extract --config RUN\.yaml` makes them"):
         FeatureStore.open(tmp_path / "nowhere")
+    (root / "schema.json").unlink()
+    with pytest.raises(
+        UserError, match=r"schema\.json is missing, and parts are there; `bigdit extract .* keeps them$"
+    ):
+        FeatureStore.open(root)
 
 
 def with_metadata(file, **values):

@@ -152,6 +152,7 @@ SWAPPING = (
             "model.kwargs.num_layers is 0, and a model without a block learns nothing; set it to 1 or more",
         ),
         (["output=/proc/x"], "output: cannot write /proc/x: No such file or directory; choose another"),
+        (["data.features=/dev/null"], "data.features: cannot write /dev/null: Not a directory; choose another"),
         (["train.seed=-1"], f"{DIGITS} with --set: train.seed is -1, and 0 or more was expected"),
         *(
             (
