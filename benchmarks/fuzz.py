@@ -216,7 +216,6 @@ def others(draw: st.DrawFn) -> Written:
              ("--caption", "--captions", "--size", "--steps", "--guidance", "--seed")),
             (["receipts", "list"], ("--receipts",)),
             (["receipts", "compare"], ("--receipts", "--gpu")),
-            (["receipts", "calibrate"], ("--receipts", "--gpu", "--json")),
             (["recipe", "show", "sana-1600m-a40"], ("--json",)),
         ])
     )  # fmt: skip

@@ -89,39 +89,6 @@ def compare(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False)
         log.notice(f"{how_many(len(found), 'receipt')}, none of {whose} with one shape of batches")
 
 
-@app.command()
-def calibrate(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False) -> None:
-    """Show what plans learn from a GPU's receipts: the safety margin of memory and the factor of speed."""
-    from bigdit.profile.gpus import EmulatedGpus
-    from bigdit.report.receipts import margins, speeds
-    from bigdit.search.calibration import Calibration, check, left_out, of_gpu
-
-    found = _read(receipts)
-    learned = []
-    for target in {target.name: target for target in _gpus(found, gpu).values()}.values():
-        with (
-            log.err.status(f"repeating the runs of the {target.title} on an emulated one"),
-            EmulatedGpus(target) as emulated,
-        ):
-            checked, notices = check(of_gpu(found, target), emulated)
-        for line in [*left_out(found, target), *notices]:
-            log.notice(f"note: {line}")
-        if checked:
-            learned.append(Calibration(checked).learnt(target))
-    if not learned:
-        raise UserError(
-            f"receipts calibrate: {how_many(len(found), 'receipt')}, none usable of "
-            f"{'any GPU' if gpu is None else gpu}; one that `bigdit train` wrote on a GPU, with one shape of "
-            "batches, was expected (--receipts DIR)"
-        )
-    if as_json:
-        log.emit_json([each.model_dump(mode="json") for each in learned])
-        return
-    log.out.print(margins(learned))
-    log.out.print()
-    log.out.print(speeds(learned))
-
-
 def _gpus(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
     """The catalogue's GPUs of these receipts, by their drivers' names; unknown ones are logged."""
     from bigdit import catalog

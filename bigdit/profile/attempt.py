@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from bigdit.catalog import FAMILIES, CatalogModel, Gpu, batch_shape
+from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.conditions import with_controlnet
 from bigdit.catalog.context import context_misfits, context_problems
 from bigdit.catalog.encoders import OnlineEncoders, online_encoders
@@ -205,9 +205,6 @@ def request_for(
 
 def check(request: StepRequest) -> None:
     """Raise UserError for a request that cannot run."""
-    inputs = FAMILIES.get(request.model.class_name)
-    if inputs is not None and inputs.text_dim is not None and request.batch.text is None:
-        raise UserError(f"a step of {request.model.name} needs the shape of the model's text, (tokens, dim)")
     online = request.strategy.features == "online"
     if online and request.encoders is None:
         raise UserError(
@@ -216,5 +213,3 @@ def check(request: StepRequest) -> None:
         )
     if request.strategy.trains_text and (why := untrained_text(request.model.class_name)) is not None:
         raise UserError(why)
-    if not online and request.encoders is not None:
-        raise UserError("encoders were given, and strategy.features is cached, which needs none; set it to online")

@@ -76,30 +76,22 @@ class Row:
         return first + (capacity_bytes - reserved[first]) / max(sample, 1.0)
 
 
-def workers_here() -> int:
-    """One for each core, and for each WORKER_BYTES: two at least, MOST_WORKERS at most."""
-    cores = len(os.sched_getaffinity(0))
-    return max(2, min(cores, memory_bytes() // WORKER_BYTES, MOST_WORKERS))
-
-
-_OF_THE_CACHE = (VARIABLE, "TORCHINDUCTOR_CACHE_DIR")
-"""An error that names one of these is no answer about a step: all steps have it."""
-
 _COMPILED_TIMES = 6
 """How many times as long steps with compiled blocks may take: the compiler needs minutes on a busy machine."""
 
 
 class EmulatedGpus:
-    """`count` emulated GPUs of one kind, in parallel. Each job runs in a fork of one process.
+    """`count` emulated GPUs of one kind, in parallel; two, or one for each core and WORKER_BYTES, up to MOST_WORKERS.
 
-    `done` is called with the number of answers so far. `unanswered` has a line for each reason why a job has no answer.
-    Raises UserError without a CUDA build of torch.
+    Each job runs in a fork of one process. `done` is called with the number of answers so far. `unanswered` has a line
+    for each reason why a job has no answer. Raises UserError without a CUDA build of torch.
     """
 
     def __init__(
         self, gpu: Gpu, count: int | None = None, *, timeout_s: float = 300.0, expandable_segments: bool = True
     ) -> None:
-        self.gpu, self.count = gpu, count or workers_here()
+        cores = len(os.sched_getaffinity(0))
+        self.gpu, self.count = gpu, count or max(2, min(cores, memory_bytes() // WORKER_BYTES, MOST_WORKERS))
         self.build = cuda_build(cuda_python())
         self.unanswered: dict[str, None] = {}
         self._settings = f"{self.build}, expandable segments {expandable_segments}, {installed()}"
@@ -223,7 +215,7 @@ class EmulatedGpus:
         try:
             return self._attempt(job)
         except (UserError, WorkerError) as error:
-            if any(name in str(error) for name in _OF_THE_CACHE):
+            if any(name in str(error) for name in (VARIABLE, "TORCHINDUCTOR_CACHE_DIR")):  # all steps have it
                 raise
             if isinstance(error, TookTooLong | WorkerError):
                 self.unanswered[str(error).splitlines()[0].rstrip(":")] = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from bigdit.receipt import Receipt
 from bigdit.report.tables import DASH, table
-from bigdit.search.calibration import Checked, Learnt
+from bigdit.search.calibration import Checked
 from bigdit.units import gib, how_many
 
 
@@ -47,29 +46,6 @@ def compared(checked: Sequence[Checked]) -> Table:
             f"{_seconds(each.receipt)}{' !' if _timed(each) and not _inside(each) else ''}",
             f"{step.seconds.low:.3f}–{step.seconds.high:.3f}",
         )
-    return rows
-
-
-def margins(learned: Sequence[Learnt]) -> Table:
-    """A row for each GPU: the safety margin of reserved bytes, and its source."""
-    columns = ("GPU", "memory", "from")
-    rows = table("the safety margin of plans", columns, numeric=("memory",))
-    for each in learned:
-        share = DASH if each.margin is None else f"+{100 * each.margin.share:.1f} %"
-        rows.add_row(each.gpu, share, each.margin.source if each.margin else "no receipt has reserved bytes")
-    return rows
-
-
-def speeds(learned: Sequence[Learnt]) -> Table:
-    """A row for each GPU and kind of strategy: the factor on the roofline, and the spread of steps."""
-    columns = ("GPU", "strategies", "factor", "either way", "receipts")
-    rows = table("the factor on estimated seconds", columns, numeric=columns[2:])
-    for each in learned:
-        for kind, speed in each.speeds.items():
-            spread = f"{100 * math.expm1(speed.spread):.0f} %" if speed.count > 1 else DASH  # one step has no spread
-            rows.add_row(each.gpu, kind, f"× {speed.ratio:.3g}", spread, str(speed.count))
-        if not each.speeds:
-            rows.add_row(each.gpu, "no receipt has seconds", DASH, DASH, "0")
     return rows
 
 

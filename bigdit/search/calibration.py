@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import PositiveInt, ValidationError
+from pydantic import ValidationError
 
 from bigdit import receipt
 from bigdit.catalog import Gpu, gpu
@@ -21,16 +21,15 @@ from bigdit.profile.pool import WorkerError
 from bigdit.receipt import Receipt
 from bigdit.search.plan import Margin
 from bigdit.speed.seconds import Cluster, StepRatio, StepTime
-from bigdit.strategy import Strategy, Strict
+from bigdit.strategy import Strategy
 
 NEWEST = 8
 """Most receipts of a GPU that are used: each runs on an emulated GPU, which takes a second if it is not cached."""
 
 UNPROVED = Margin(share=0.003, source="emulated GPUs have been this far below real ones, at most")
-"""The margin without receipts of the GPU. Emulated GPUs were at most 0.02 % below an A100 in seventeen configurations
-of cogvideox-factory's own scripts. In an eighteenth, addresses decide which blocks torch's default allocator reuses
-(benchmarks/peers.md). For bigdit's own steps, with expandable segments, a real H100 reserved the same bytes as the
-emulated one, except for a mixture of experts (benchmarks/gpu_matrix.md).
+"""The margin without receipts of the GPU. Emulated GPUs were at most 0.02 % below an A100 in seventeen of eighteen
+configurations of cogvideox-factory's own scripts (benchmarks/peers.md). For bigdit's own steps, a real H100 reserved
+the same bytes as the emulated one, except for a mixture of experts (benchmarks/gpu_matrix.md).
 
 cuDNN workspaces that an emulated GPU does not know are not in the margin: if one does not fit the GPU, torch takes the
 next algorithm. Source: try_configs in aten/src/ATen/native/cudnn/Conv_v8.cpp, torch 2.13, catches OutOfMemoryError.
@@ -105,16 +104,6 @@ class Checked:
     peak_reserved_bytes: int
 
 
-class Learnt(Strict):
-    """What plans of a GPU learn from its receipts: the margin of reserved bytes, and for each kind of strategy a factor
-    of its seconds. None and empty without measurements."""
-
-    gpu: str
-    receipts: PositiveInt
-    margin: Margin | None
-    speeds: dict[str, StepRatio]
-
-
 @dataclass(frozen=True)
 class Calibration:
     """Receipts of the GPU with their predictions. `routed`: the model is a mixture of experts."""
@@ -171,17 +160,6 @@ class Calibration:
         if found := self.ratio(strategy):
             return found.source
         return "published rates of GPUs; no measured run of this GPU corrects them"
-
-    def learnt(self, gpu: Gpu) -> Learnt:
-        """All that these receipts say about `gpu`, by kind of strategy."""
-        kinds = {_kind(each.receipt.strategy): each.receipt.strategy for each in self.checked}
-        speeds = {kind: self.ratio(strategy) for kind, strategy in sorted(kinds.items())}
-        return Learnt(
-            gpu=gpu.name,
-            receipts=len(self.checked),
-            margin=self.measured_margin,
-            speeds={kind: speed for kind, speed in speeds.items() if speed is not None},
-        )
 
     @property
     def _real(self) -> list[Checked]:

@@ -90,8 +90,11 @@ def dataset_need(request: ResolvedRequest, batch: BatchShape, encoding: Encoding
     sample += first + FRAMED_BYTES if first else 0
     sample += STREAM_BYTES * max(len(texts) - 1, 0)
     store = (text + Interval(low=sample, high=sample)) * images
-    most = max(encoding, default=0)
-    extraction = _image_seconds(request, most, encoding[most]) * (images / request.cluster.gpus) if most else None
+    extraction = None
+    if most := max(encoding, default=0):  # samples that the encoders take at once
+        work = Work(micro=load_of(encoding[most].work, (IMAGES, TEXTS), "encode"), last=NOTHING, step=NOTHING)
+        seconds = step_time(work, Strategy(micro_batch_size=most), request.gpu, Cluster()).seconds
+        extraction = seconds * (images / request.cluster.gpus / most)
     return DatasetNeed(
         images=images,
         latent_bytes=latents,
@@ -107,12 +110,6 @@ def dataset_need(request: ResolvedRequest, batch: BatchShape, encoding: Encoding
             *(_room_notes(encoders_need(encoding), request) if encoding else ()),
         ),
     )
-
-
-def _image_seconds(request: ResolvedRequest, samples: int, encoding: Attempt) -> Interval:
-    """Seconds per image of the encoders on one GPU, with so many samples at once."""
-    work = Work(micro=load_of(encoding.work, (IMAGES, TEXTS), "encode"), last=NOTHING, step=NOTHING)
-    return step_time(work, Strategy(micro_batch_size=samples), request.gpu, Cluster()).seconds * (1 / samples)
 
 
 class _Text(NamedTuple):

@@ -233,8 +233,7 @@ class Planner:
         return found
 
     def within_limit(self, ran: Iterable[Estimate | None]) -> list[Estimate]:
-        """The estimates that ran. Those that do not fit run again with the most that the GPU may have: TIGHT if that
-        succeeds, after the allocator freed cached memory."""
+        """The estimates, of which those that do not fit ran again within a limit: TIGHT if freed memory sufficed."""
         known = {each.title: each for each in ran if each is not None}
         most = {each.title: self.request.usable_bytes - each.non_torch.low_bytes for each in known.values()}
         larger = [each for each in known.values() if each.peak_reserved_bytes > most[each.title]]

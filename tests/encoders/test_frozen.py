@@ -311,9 +311,3 @@ def test_what_has_no_recipe_is_named() -> None:
     wan = model("wan2.2-ti2v-5b")
     with pytest.raises(UserError, match=r"has no constructor arguments of its wan2\.2-vae; use features cached"):
         online_encoders(wan, BatchShape(latents=(48, 3, 8, 8), text=(512, 4096)))
-
-
-def test_encoders_are_refused_where_features_are_cached(gpus: EmulatedGpus) -> None:
-    request = StepRequest(model=SANA, batch=SHAPE, strategy=Strategy(), encoders=_encoders(KL, T5))
-    with pytest.raises(UserError, match="encoders were given, and"):
-        gpus.attempt(request)

@@ -21,7 +21,7 @@ from bigdit.profile import gpus as module
 from bigdit.profile.attempt import AttemptJob, StepRequest, TookTooLong
 from bigdit.profile.gpus import EmulatedGpus, worker_environment
 from bigdit.profile.pool import WorkerError, WorkerKilled
-from bigdit.strategy import BatchShape, Strategy
+from bigdit.strategy import Strategy
 
 
 def asked(micro_batch_size: int = 1, **changes: object) -> StepRequest:
@@ -208,7 +208,6 @@ def test_a_full_disk_for_temporary_files_is_no_matter(tmp_path: Path, monkeypatc
     [
         ({"strategy": Strategy(checkpointed_blocks=9)}, r"checkpointed_blocks is 9, and the model has 2 blocks"),
         ({"model": SANA.model_copy(update={"class_name": "NoTransformer"})}, "no family adapter drives"),
-        ({"batch": BatchShape(latents=(4, 8, 8))}, "needs the shape of the model's text"),
         (
             {"strategy": Strategy(features="online")},
             r"online, and the request for tiny-sana has no encoders",
