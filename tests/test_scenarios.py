@@ -9,10 +9,11 @@ from claims.answers import Found, at_most, largest, ran
 from claims.dit import DIT_OURS, DIT_THEIRS
 from claims.sana import ONE, WHOLE
 from commands import ROOT
-from emulated import non_torch, step_of
+from emulated import step_of
 
 from bigdit import catalog
 from bigdit.config.strategy_text import LARGEST_MICRO_BATCH, parse_strategy
+from bigdit.memory.process import non_torch_memory_of
 from bigdit.profile.attempt import UNLIMITED
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.search.calibration import UNPROVED, Calibration
@@ -89,7 +90,7 @@ def test_what_sana_takes_on_smaller_gpus() -> None:
     for text, found in zip(texts, ran(SANA, "a40", texts), strict=True):
         for name in ("a40", "rtx-3090", "rtx-3060-12g"):  # one architecture, so they run the same kernels
             gpu = catalog.gpu(name)
-            room = safe_bytes(gpu, non_torch(parse_strategy([text]), gpu), UNPROVED)
+            room = safe_bytes(gpu, non_torch_memory_of(parse_strategy([text]), gpu), UNPROVED)
             fits.append(found.attempt.peak_reserved_bytes <= room)
     assert fits == [True, False, False, True, True, False]
 

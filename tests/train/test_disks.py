@@ -79,7 +79,7 @@ def test_a_full_disk_at_a_snapshot_and_at_a_page_is_a_line_and_both_come_with_ro
         with pytest.raises(SystemExit, match="1"):
             main(["report", str(output)])
         (line,) = errors(capfd)
-        assert line.startswith(f"error: cannot write {output}/report.html: No space left on device; ")
+        assert line.startswith(f"error: cannot write {output}/report.html: No space left on device, ")
         (disk / "filler").unlink()
         remount(disk, "size=64m")
         assert run(features, output, *of_averages, "train.steps=4") == 0
