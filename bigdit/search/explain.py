@@ -150,7 +150,7 @@ def _updates(target: Strategy) -> list[tuple[str, str, dict[str, Any]]]:
         ),
         (dtype, "weights, gradients and activations of 2 B instead of 4, plus masters of 4 B", {"precision": masters}),
         (f"{offloaded} in CPU memory", "the GPU keeps what it computes with", own("cpu_offload", "ds_config")),
-        ("fused optimizer", "no temporary of the size of what is speed_fields", {"optimizer": OptimizerSpec()}),
+        ("fused optimizer", "no temporary of the size of what is stepped", {"optimizer": OptimizerSpec()}),
         (ema, "its fp32 copy of the weights leaves the GPU", own("ema")),
         (lossy, "less state for each weight", own("optimizer", "precision")),
         ("optimizer in the backward pass", "each gradient is freed once it is used", own("optimizer_in_backward")),
