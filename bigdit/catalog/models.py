@@ -205,9 +205,12 @@ def batch_shape(
     """Shapes of one sample with `resolution` pixels per side or (height, width), and `frames` of a video; None: the
     model's own.
 
-    Raises UserError if the model states no resolution, or its text has no known length.
+    Raises UserError if the model states no resolution or takes another one, or its text has no known length.
     """
     height, width = _native_sides(model) if resolution is None else _sides(resolution)
+    if model.spec.class_name == "PaperDiT" and (height, width) != (fixed := _native_sides(model)):
+        others = f"{model.name.removesuffix('-paper')} takes other sizes"
+        raise UserError(f"{model.name} takes only {fixed[0]} × {fixed[1]} pixels: its positions are fixed; {others}")
     if frames is None and model.clip is not None:
         frames = model.clip.frames
     latents = latent_shape(model, height, width, frames)

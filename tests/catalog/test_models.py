@@ -251,3 +251,9 @@ def test_each_licence_is_of_repositories_that_the_catalogue_has_each_once():
     named = [repository for licence in licences() for repository in licence.repositories]
     assert len(named) == len(set(named))
     assert set(named) <= set(load_json("models.json")["hub"])
+
+
+def test_the_positions_of_the_papers_dit_have_one_size():
+    with pytest.raises(UserError, match=r"^dit-b-4-paper takes only 256 × 256 pixels: .*; dit-b-4 takes other sizes$"):
+        batch_shape(model("dit-b-4-paper"), 512)
+    assert batch_shape(model("dit-b-4"), 512).latents == (4, 64, 64)
